@@ -1,0 +1,288 @@
+"""The configuration: every option, its default, what it does, and how the command line is read.
+
+Names and defaults are the spec's where it has the option. Precedence: the default, then the task
+file's `config_overrides`, then the command line. A task's own options (its `Options` dataclass) are
+given the same way. What can be wrong before a server is needed is a ValueError of one line here.
+
+Test: pytest tests/test_config.py
+"""
+
+import difflib
+import inspect
+import json
+import re
+import typing
+from dataclasses import dataclass
+
+import torch
+
+import rollout
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every option. `--help` shows the comments, so each field has one, in its line."""
+
+    # --- what is trained
+    model: str = "smollm2-135m"  # folder, hub id, or the embedded smollm2-135m
+    env: str = "arithmetic"  # task file: a name in envs/ or a path
+    model_init_kwargs: dict | None = None  # further arguments of from_pretrained, as JSON
+    dtype: str = "float32"  # of the master weights: auto, bfloat16 or float32
+    trust_remote_code: bool = False  # allow models and tokenizers that bring their own code
+    attention: str = "auto"  # auto, flash, flex, varlen or sdpa
+    gradient_checkpointing: bool = True  # recompute layers in backward: less memory, more time
+    torch_compile: bool | None = None  # compile each decoder layer; default: on CUDA
+    bf16: bool | None = None  # compute in bfloat16 (masters keep dtype); default: on CUDA
+
+    # --- generation
+    num_generations: int = 8  # rollouts a prompt; the baseline is their mean
+    max_completion_length: int = 2048  # tokens a request, so a turn
+    temperature: float = 1.0  # of sampling; log-probs on both sides are taken at it
+    top_p: float = 1.0  # below 1 needs top_k and a server that returns the candidate set
+    top_k: int = 0  # 0: all tokens
+    min_p: float | None = None  # least probability relative to the most likely token
+    chat_template_kwargs: dict | None = None  # further arguments of apply_chat_template, as JSON
+
+    # --- the server
+    vllm_server_base_url: str = "http://localhost:8000"  # its address
+    vllm_server_timeout: float = 1800.0  # seconds for start-up, a generation request, a sync call
+
+    # --- the loss
+    loss: str = "grpo"  # grpo, cispo, gspo or dr_grpo; all but grpo ignore score_centering
+    score_centering: bool = True  # centred scores; false: the clipped surrogate
+    score_centering_tail: str = "drop"  # outside the sampler's top K: drop or proportional
+    num_sampler_logprobs: int = 8  # K: sampler log-probs a token, for score centering
+    epsilon: float = 0.2  # clip range below 1
+    epsilon_high: float | None = None  # clip range above 1; default: epsilon
+    vllm_importance_sampling_clip_min: float = 0.5  # tokens with a smaller ratio have no loss
+    vllm_importance_sampling_clip_max: float = 5.0  # tokens with a larger ratio have no loss
+    normalize: str = "micro_batch"  # divide by the trained tokens of the micro_batch or the step
+
+    # --- optimisation
+    learning_rate: float = 1e-6  # peak of the schedule
+    lr_scheduler_type: str = "constant"  # constant, constant_with_warmup, linear or cosine
+    warmup_steps: float = 0  # steps of linear warm-up; below 1 a fraction of max_steps
+    weight_decay: float = 0.0  # AdamW's, on matrices only
+    adam_beta1: float = 0.9  # AdamW's
+    adam_beta2: float = 0.999  # AdamW's
+    adam_epsilon: float = 1e-8  # AdamW's
+    max_grad_norm: float = 1.0  # gradients are scaled down to this norm; 0: never
+    gradient_accumulation_steps: int = 1  # micro-batches a step
+    token_budget: int | None = None  # unique tokens a row; default: the server's max_model_len
+    num_train_epochs: float = 3.0  # passes over the prompts, unless max_steps is set
+    max_steps: int = -1  # optimizer steps; above 0 it replaces num_train_epochs
+
+    # --- asynchrony
+    max_concurrent_rollouts: int = 512  # ceiling of rollouts in flight
+    max_staleness: int = 4  # a sample more weight updates old than this is dropped
+    weight_sync_steps: int = 1  # optimizer steps between two syncs
+    rollout_worker_timeout: float = 300.0  # seconds without heartbeat: the worker hangs
+    rollout_timeout_s: float | None = None  # for one rollout; default: vllm_server_timeout
+    check_sync_every: int = 20  # syncs between two proofs that it worked; 0: the first only
+
+    # --- the run
+    output_dir: str | None = None  # default: runs/RUN_NAME
+    run_name: str | None = None  # default: task and time
+    num_train_processes: int | None = None  # started by run.sh; default: one a training GPU
+    logging_steps: int = 1  # optimizer steps a logging window
+    diagnose_steps: int = 10  # optimizer steps between two diagnoses; 0: never
+    report_to: str = "auto"  # tensorboard, trackio, wandb, none or a comma-separated list
+    disable_tqdm: bool | None = None  # no progress bar; default: unless on a terminal
+    seed: int = 42  # of everything random here
+    data_seed: int | None = None  # of the order of prompts; default: seed
+    train_sampling_strategy: str = "random"  # order of prompts in an epoch: random or sequential
+    ddp_timeout: int = 1800  # seconds that one rank waits for the others
+
+    @property
+    def compute_dtype(self):
+        bf16 = torch.cuda.is_available() if self.bf16 is None else self.bf16
+        return torch.bfloat16 if bf16 else torch.float32
+
+
+# Options of the spec that are not here, each with its reason.
+_NO_TRAINER = "there is no trainer class: edit the loop in grpo.py"
+_ROWS = "rows are filled up to token_budget, not by a count of samples"
+_LATER = "not available yet"
+REFUSED = {
+    "per_device_train_batch_size": _ROWS,
+    "auto_find_batch_size": _ROWS,
+    "deepspeed": "sharded training is FSDP2",
+    "fsdp": "FSDP2 is always on; num_train_processes sets how many processes share the model",
+    "fsdp_config": "FSDP2 is always on and needs no options",
+    "accelerator_config": _NO_TRAINER,
+    "parallelism_config": "context and sequence parallelism are not supported",
+    "use_liger_kernel": "the head never holds the logits anyway (loss.py)",
+    "liger_kernel_config": "see use_liger_kernel",
+    "fp16": "its loss scaling is not available yet; bf16 needs none",
+    "beta": "there is no reference model and no KL term",
+    "scale_rewards": "advantages are always divided by the group's standard deviation",
+    "ignore_data_skip": "a rollout queue cannot be replayed; it is always true",
+    "remove_unused_columns": "every column reaches the reward functions; it is always false",
+    "lr_scheduler_kwargs": "the four schedules take no further arguments",
+    "optim": "AdamW, fused on CUDA",
+    "optim_args": "AdamW takes adam_beta1, adam_beta2, adam_epsilon and weight_decay",
+    "optim_target_modules": "it belongs to optimizers that are not here",
+    "average_tokens_across_devices": "the denominator always counts all processes",
+    "label_smoothing_factor": "it belongs to supervised losses",
+    "neftune_noise_alpha": "noise in the policy's embeddings would falsify the importance ratio",
+    "group_by_length": _ROWS,
+    "torch_compile_backend": "inductor",
+    "torch_compile_mode": "default",
+    "tools": "a task file defines tools",
+    "environment_factory": "a task file defines environment_factory",
+    "reward_funcs": "a task file defines reward_funcs",
+    "train_dataset": "a task file defines dataset",
+    "peft_config": _LATER,
+    "router_aux_loss_coef": _LATER,
+    "max_tool_calling_iterations": _LATER,
+    "log_completions": _LATER,
+    "num_completions_to_print": _LATER,
+    "eval_strategy": _LATER,
+    "eval_steps": _LATER,
+    "save_strategy": "the final model is always saved; checkpoints in between are " + _LATER,
+    "save_steps": "the final model is always saved; checkpoints in between are " + _LATER,
+    "save_total_limit": "checkpoints are " + _LATER,
+    "resume_from_checkpoint": _LATER,
+    "push_to_hub": _LATER,
+    "hub_model_id": _LATER,
+}
+
+
+def option_comments(cls):
+    """{option: the comment behind its field}: the one place where an option is explained."""
+    found = re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.MULTILINE)
+    return dict(found)
+
+
+def parse_value(name, text, kind):
+    """The text as the field's type. ValueError names the option and what it takes."""
+    kinds = typing.get_args(kind) or (kind,)
+    if type(None) in kinds and text.lower() == "none":
+        return None
+    kind = next(k for k in kinds if k is not type(None))
+    try:
+        if kind is bool:
+            return {"true": True, "false": False}[text.lower()]
+        if kind is dict:
+            value = json.loads(text)
+            if not isinstance(value, dict):
+                raise ValueError
+            return value
+        return kind(text)
+    except (ValueError, KeyError):
+        wanted = {bool: "true or false", dict: "a JSON object"}.get(kind, kind.__name__)
+        raise ValueError(f"--{name} {text!r}: expected {wanted}") from None
+
+
+def parse_command_line(argv):
+    """[--name value ...] as {name: text}; also `--name=value`, and `--flag` alone for true."""
+    given, position = {}, 0
+    while position < len(argv):
+        word = argv[position]
+        if not word.startswith("--"):
+            raise ValueError(f"{word!r} is not an option; options look like --learning_rate 1e-5")
+        name, equals, text = word[2:].partition("=")
+        position += 1
+        if not equals:
+            # a value may begin with a minus (--max_steps -1), an option with two
+            alone = position == len(argv) or argv[position].startswith("--")
+            text = "true" if alone else argv[position]
+            position += not alone
+        given[name.replace("-", "_")] = text
+    return given
+
+
+def configure(argv):
+    """-> (Config, Task). Raises ValueError for unknown options, bad values and bad task files."""
+    given = parse_command_line(argv)
+    kinds = typing.get_type_hints(Config)
+    chosen = {n: parse_value(n, text, kinds[n]) for n, text in given.items() if n in kinds}
+    task = rollout.load_task(chosen.get("env", Config.env))
+    task_kinds = typing.get_type_hints(task.Options) if task.Options else {}
+    for name in given.keys() - kinds.keys() - task_kinds.keys():
+        if name in REFUSED:
+            raise ValueError(f"--{name} is not an option here: {REFUSED[name]}")
+        close = difflib.get_close_matches(name, [*kinds, *task_kinds], n=1)
+        hint = f"did you mean --{close[0]}?" if close else "python grpo.py --help lists them"
+        raise ValueError(f"unknown option --{name}; {hint}")
+    unknown = sorted(task.config_overrides.keys() - kinds.keys())
+    if unknown:
+        raise ValueError(f"task {task.name}: config_overrides has {unknown}, which are no options")
+    config = Config(**{**task.config_overrides, **chosen})
+    check_config(config)
+    own = {n: parse_value(n, given[n], kind) for n, kind in task_kinds.items() if n in given}
+    return config, rollout.load_task(config.env, own)
+
+
+def check_config(config):
+    """ValueError naming the value and what it must be."""
+
+    def need(holds, name, rule):
+        if not holds:
+            raise ValueError(f"--{name} {getattr(config, name)!r}: {rule}")
+
+    c = config
+    need(c.num_generations >= 2, "num_generations", "a group needs 2 rollouts to have a baseline")
+    need(c.max_completion_length >= 1, "max_completion_length", "must be at least 1")
+    need(
+        c.temperature > 0,
+        "temperature",
+        "must be positive: greedy rollouts of a group are all alike",
+    )
+    need(0 < c.top_p <= 1, "top_p", "must be in (0, 1]")
+    need(c.top_k >= 0, "top_k", "must be 0 (all tokens) or more")
+    need(c.min_p is None or 0 <= c.min_p < 1, "min_p", "must be in [0, 1)")
+    if (c.top_p < 1 or (c.min_p or 0) > 0) and not c.top_k:
+        raise ValueError(
+            "--top_p and --min_p need --top_k too: it bounds the candidate set (try 512)"
+        )
+    need(c.epsilon >= 0, "epsilon", "must not be negative")
+    need(
+        0 <= c.vllm_importance_sampling_clip_min < c.vllm_importance_sampling_clip_max,
+        "vllm_importance_sampling_clip_min",
+        f"must be below vllm_importance_sampling_clip_max={c.vllm_importance_sampling_clip_max}",
+    )
+    need(c.num_sampler_logprobs >= 0, "num_sampler_logprobs", "must not be negative")
+    need(
+        c.loss != "gspo" or c.epsilon < 0.05,
+        "epsilon",
+        "with --loss gspo it bounds a mean of log-ratios; the paper takes --epsilon 3e-4 "
+        "--epsilon_high 4e-4",
+    )
+    need(
+        c.num_sampler_logprobs >= 1 or not (c.score_centering and c.loss == "grpo"),
+        "num_sampler_logprobs",
+        "score centering needs at least 1; or give --score_centering false",
+    )
+    need(c.token_budget is None or c.token_budget >= 2, "token_budget", "must be at least 2")
+    need(c.gradient_accumulation_steps >= 1, "gradient_accumulation_steps", "must be at least 1")
+    need(c.max_staleness >= 0, "max_staleness", "must not be negative")
+    need(c.weight_sync_steps >= 1, "weight_sync_steps", "must be at least 1")
+    need(c.max_concurrent_rollouts >= 1, "max_concurrent_rollouts", "must be at least 1")
+    need(c.diagnose_steps >= 0, "diagnose_steps", "must not be negative")
+    need(c.logging_steps >= 1, "logging_steps", "must be at least 1")
+    need(c.learning_rate >= 0, "learning_rate", "must not be negative")
+    need(c.max_steps > 0 or c.num_train_epochs > 0, "num_train_epochs", "must be positive")
+    for name, values in {
+        "loss": ("grpo", "cispo", "gspo", "dr_grpo"),
+        "score_centering_tail": ("drop", "proportional"),
+        "normalize": ("micro_batch", "step"),
+        "lr_scheduler_type": ("constant", "constant_with_warmup", "linear", "cosine"),
+        "dtype": ("auto", "bfloat16", "float32"),
+        "attention": ("auto", "flash", "flex", "varlen", "sdpa"),
+        "train_sampling_strategy": ("random", "sequential"),
+    }.items():
+        need(getattr(c, name) in values, name, f"must be one of {', '.join(values)}")
+    if c.lr_scheduler_type in ("linear", "cosine") and c.max_steps <= 0:
+        raise ValueError(
+            f"--lr_scheduler_type {c.lr_scheduler_type} needs --max_steps: how many steps an epoch "
+            "takes is not known beforehand"
+        )
+
+
+def print_help():
+    """Every option with its default and its sentence."""
+    print("bash run.sh [--option value ...], or python grpo.py with a vLLM server of yours\n")
+    for name, comment in option_comments(Config).items():
+        print(f"  --{name:34} {comment} [{getattr(Config, name)}]")
+    print("\nA task file may have options of its own: see its Options.")

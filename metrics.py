@@ -1,0 +1,490 @@
+"""What a run records, how a window is reduced, where it goes, and what it says. CPU, no torch.
+
+    metrics = Metrics("runs/sums", report_to="auto", total_steps=200)
+    metrics.declare(applicable("score_centering", rewards=["correct"]))
+    metrics.record("perf/fwd_bwd_forwarded_tokens_per_s", tokens / seconds, weight=seconds)
+    metrics.extend(records)                    # (name, value, weight) tuples of the rollout process
+    window = metrics.flush(step)               # reduce, write to every sink, start the next window
+
+The name alone decides the reduction (`reduction`), so a producer cannot disagree with a reader:
+    last path part contains the word "count"  ->  sum         sample/dropped_stale_count
+    ... the word "max" or "min"               ->  extreme     completions/max_length
+    num_tokens, learning_rate, epoch          ->  last value  (they are running totals or settings)
+    every other name                          ->  sum(value * weight) / sum(weight)
+A rate recorded as (tokens / seconds, weight=seconds) thereby becomes total tokens / total seconds.
+
+NaN means "there was nothing to measure": it is left out of its window, and a declared name with no
+value at all is NaN (a count: 0). A NaN `loss` or `grad_norm` is not missing but broken, so it stays
+NaN. In metrics.jsonl NaN and infinities are null; the other sinks get no point for them.
+
+Left out: histograms, tables, per-process curves. METRICS.md defines every name.
+Test: pytest tests/test_metrics.py
+"""
+import contextlib
+import functools
+import importlib
+import importlib.util
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections import defaultdict, deque
+from pathlib import Path
+
+NAN = float("nan")
+
+# Every name, by the condition under which it is logged. METRICS.md says what each one means.
+NAMES = {
+    "always": """
+        loss grad_norm learning_rate epoch num_tokens entropy
+        reward reward_group_std reward_kept reward_dropped reward_min reward_max
+        frac_reward_zero_std rewards/{reward_func_name}/mean rewards/{reward_func_name}/group_std
+        rewards/{reward_func_name}/unscored_count
+        completions/mean_length completions/min_length completions/max_length
+        completions/mean_terminated_length completions/min_terminated_length
+        completions/max_terminated_length completions/clipped_ratio completions/duplicate_frac
+        sampling/sampling_logp_difference/mean sampling/sampling_logp_difference/max
+        sampling/importance_sampling_ratio/min sampling/importance_sampling_ratio/mean
+        sampling/importance_sampling_ratio/max sampling/masked_mean sampling/missing_count
+        sampling/effective_sample_frac sampling/sync_check_max kl_k3/sampler_policy
+        clip_ratio/region_mean clip_ratio/low_mean clip_ratio/low_min clip_ratio/high_mean
+        clip_ratio/high_max
+        rollout/duration_s rollout/generated_tokens_per_s rollout/concurrency
+        rollout/concurrency_cap rollout/turns_mean rollout/turns_max rollout/samples_per_rollout
+        rollout/fork_frac rollout/drift_tokens_mean rollout/drift_tokens_max
+        rollout/score_queue_size rollout/queue_size rollout/score_s rollout/score_wait_s
+        rollout/score_block_s rollout/backpressure_s rollout/vllm_retry_count
+        rollout/vllm_kv_cache_usage_frac rollout/vllm_running_requests
+        rollout/vllm_queued_requests rollout/vllm_preemption_count
+        rollout/filtered_count rollout/restarted_count rollout/failed_count
+        sample/forwarded_tokens_mean sample/forwarded_tokens_max sample/trained_tokens_mean
+        sample/time_in_queue_s sample/staleness_mean sample/staleness_max
+        sample/dropped_stale_count
+        batch/forwarded_tokens_per_step batch/trained_tokens_per_step batch/samples_per_step
+        batch/groups_per_step batch/microbatches_per_step batch/masked_token_frac
+        batch/samples_per_row batch/row_tokens_mean batch/row_tokens_max batch/row_fill_frac
+        batch/row_imbalance batch/packing_ratio batch/pad_frac batch/dropped_oversize_count
+        perf/step_s perf/fwd_bwd_s perf/fwd_s perf/optimizer_s perf/rollout_wait_s
+        perf/weight_sync_s perf/weight_sync_pause_s perf/weight_sync_barrier_s
+        perf/weight_sync_transfer_s perf/fwd_bwd_forwarded_tokens_per_s
+        perf/wall_clock_forwarded_tokens_per_s perf/wall_clock_trained_tokens_per_s""",
+    "tools": """
+        tools/call_frequency tools/failure_frequency tools/latency_s tools/{tool_name}/latency_s
+        tools/{tool_name}/call_count tools/{tool_name}/failure_count tools/unknown_name_count
+        tools/parallel_calls_mean tools/loop_exhausted_frac""",
+    "environment": "env/reset_s",
+    "get_reward": "env/reward_s",
+    "score_centering": "sampling/sampler_mass",
+    "moe": "aux_loss",
+    "mfu": "perf/fwd_bwd_mfu perf/wall_clock_mfu",
+}
+LAST = {"step", "time", "num_tokens", "learning_rate", "epoch"}
+BROKEN_IF_NAN = {"loss", "grad_norm"}
+
+
+def applicable(*conditions, rewards=(), tools=()):
+    """Names that a run with these conditions (keys of NAMES) logs; pass them to Metrics.declare."""
+    fill = {"{reward_func_name}": rewards, "{tool_name}": tools}
+    names = [name for key in ("always", *conditions) for name in NAMES[key].split()]
+    for placeholder, values in fill.items():
+        names = [name.replace(placeholder, value) for name in names
+                 for value in (values if placeholder in name else [""])]
+    return names
+
+
+@functools.cache
+def reduction(name):
+    """'sum', 'min', 'max', 'last' or 'mean', from the name alone."""
+    words = name.rpartition("/")[2].split("_")
+    for word, how in (("count", "sum"), ("max", "max"), ("min", "min")):
+        if word in words:
+            return how
+    return "last" if name in LAST else "mean"
+
+
+# ---- one window -------------------------------------------------------------------------------
+
+
+def fold_(state, name, value, weight=1.0):
+    """Add one record to state: name -> (accumulated value, accumulated weight). Changes state."""
+    value, weight = float(value), float(weight)
+    if not weight >= 0:
+        raise ValueError(f"metric {name}: {weight=} must be a number >= 0")
+    if math.isnan(value) and name not in BROKEN_IF_NAN:
+        return
+    how = reduction(name)
+    if how == "mean" and weight == 0:  # a rate over no time, a mean over no samples
+        return
+    old, seen = state.get(name, (0.0, 0.0))
+    if how == "mean":
+        state[name] = (old + value * weight, seen + weight)
+    elif how == "sum":
+        state[name] = (old + value, 1.0)
+    elif how == "last" or not seen:
+        state[name] = (value, 1.0)
+    else:
+        state[name] = ((max if how == "max" else min)(old, value), 1.0)
+
+
+def reduced(state):
+    return {name: value / weight for name, (value, weight) in state.items()}
+
+
+def merge(windows):
+    """Several windows as one, by the same rule; each weighs the same, weights are not kept."""
+    state = {}
+    for window in windows:
+        for name, value in window.items():
+            fold_(state, name, value)
+    return reduced(state)
+
+
+def compare(windows, size):
+    """(the newest `size` windows as one, the `size` windows four such blocks earlier as one)."""
+    earlier = windows[-5 * size:-size]
+    return merge(windows[-size:]), merge(earlier[:size])
+
+
+class Metrics:
+    """Collects records, reduces them once a window, and hands the window to the sinks.
+
+    Without run_dir it only collects: the rollout process and the ranks above 0 use it so and ship
+    `drain()`. Recording is thread-safe; flush and close belong to the thread that built the object.
+    """
+
+    def __init__(self, run_dir=None, *, report_to="auto", total_steps=None, first_step=0,
+                 config=None, project="espalier"):
+        self.state, self.declared = {}, []
+        self.history = deque(maxlen=500)  # windows for the diagnosis: bounded, about 8 KB each
+        self.lock = threading.Lock()
+        self.sinks, self.warned = {}, set()  # sink name -> (write, close)
+        self.total_steps, self.bar = total_steps, None
+        if run_dir is None:
+            return
+        trackers, run_dir = sink_names(report_to), Path(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.sinks["console"] = (self._console, self._close_bar)
+        self.sinks["jsonl"] = (jsonl_sink(run_dir / "metrics.jsonl"), lambda: None)
+        if sys.stdout.isatty() and sys.stderr.isatty():
+            with contextlib.suppress(ImportError):  # no tqdm, no bar; the lines say the same
+                from tqdm import tqdm
+                self.bar = tqdm(total=total_steps, initial=first_step, unit="step",
+                                dynamic_ncols=True)
+        for name in trackers:
+            build = (functools.partial(tensorboard_sink, run_dir, first_step)
+                     if name == "tensorboard" else
+                     functools.partial(tracker_sink, name, run_dir.resolve().name, project, config))
+            self._guard(name, lambda name=name, build=build: self.sinks.update({name: build()}))
+
+    def declare(self, names):
+        """Names that every window carries, recorded or not: counts as 0, the rest as NaN."""
+        self.declared += [name for name in names if name not in self.declared]
+
+    def record(self, name, value, weight=1.0):
+        with self.lock:
+            fold_(self.state, name, value, weight)
+
+    def extend(self, records):
+        with self.lock:
+            for name, value, weight in records:
+                fold_(self.state, name, value, weight)
+
+    def drain(self):
+        """The open window as (name, value, weight) records, and start anew. Extending another
+        Metrics with them gives what recording everything there would have given."""
+        with self.lock:
+            state, self.state = self.state, {}
+        return [(name, value / weight, weight) for name, (value, weight) in state.items()]
+
+    def flush(self, step):
+        """Close the window: its values by name, with `step` and `time` (s since the epoch)."""
+        with self.lock:
+            state, self.state = self.state, {}
+        window = {"step": step, "time": time.time()}
+        window |= {name: 0.0 if reduction(name) == "sum" else NAN for name in self.declared}
+        window |= reduced(state)
+        self.history.append(window)
+        for name, (write, _) in list(self.sinks.items()):
+            self._guard(name, lambda write=write: write(step, window))
+        return window
+
+    def diagnose(self, size=10, **limits):
+        """Sentences on the newest `size` windows; `limits` are diagnose's keyword arguments."""
+        return diagnose(*compare(list(self.history), size), **limits)
+
+    def note(self, text):
+        """Print beside the progress bar, not through it."""
+        if self.bar is None:
+            print(text, flush=True)
+        else:
+            self.bar.write(text)
+
+    def close(self):
+        for name, (_, close) in list(self.sinks.items()):
+            self._guard(name, close)
+        self.sinks = {}
+
+    def _guard(self, name, call):
+        """A sink may fail in any way (disk, network, tracker); training outlives its log."""
+        try:
+            call()
+        except Exception as error:
+            fate = "is tried again" if name in ("console", "jsonl") else "is switched off"
+            if name not in self.warned:
+                self.warned.add(name)
+                with contextlib.suppress(OSError):  # stderr may be the broken pipe itself
+                    print(f"metrics: the {name} sink {fate}, the run goes on: "
+                          f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            if fate == "is switched off":
+                self.sinks.pop(name, None)
+
+    def _console(self, step, window):
+        self.note(step_line(step, window, self.total_steps, color=use_color()))
+        if self.bar is not None:
+            self.bar.set_postfix_str(f"loss {window.get('loss', NAN):.4f}, "
+                                     f"reward {window.get('reward', NAN):.3f}", refresh=False)
+            self.bar.update(step - self.bar.n)
+
+    def _close_bar(self):
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+
+# ---- sinks ------------------------------------------------------------------------------------
+
+LINE = [  # label, name, format, width
+    ("reward", "reward", "{:.3f}", 6), ("kept", "reward_kept", "{:.3f}", 6),
+    ("loss", "loss", "{:.4f}", 8), ("tok/s", "perf/wall_clock_trained_tokens_per_s", "{:,.0f}", 7),
+    ("MFU", "perf/fwd_bwd_mfu", "{:.1f}%", 5), ("stale", "sample/staleness_mean", "{:.1f}", 3),
+    ("wait", "perf/rollout_wait_s", "{:.1f}s", 5), ("sync", "perf/weight_sync_s", "{:.2f}s", 5),
+    ("of", "perf/step_s", "{:.1f}s", 5)]
+
+
+def use_color():
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
+def step_line(step, window, total_steps=None, color=False):
+    """One line a step; '-' for a figure that this window lacks, none that the run lacks (MFU)."""
+    dim, bold, red, off = ("\033[2m", "\033[1m", "\033[31m", "\033[0m") if color else [""] * 4
+    of = f"/{total_steps}" if total_steps else ""
+    parts = [f"{dim}step{off} {step:>{len(str(total_steps or 1000))}}{dim}{of}{off}"]
+    for label, name, form, width in LINE:
+        if name not in window and name not in ("reward", "reward_kept", "loss"):
+            continue
+        value = window.get(name, NAN)
+        style = red if not math.isfinite(value) else bold if name == "reward" else ""
+        text = "-" if math.isnan(value) and name != "loss" else form.format(value)
+        parts.append(f"{dim}{label}{off} {style}{text:>{width}}{off if style else ''}")
+    return "  ".join(parts)
+
+
+def jsonl_sink(path):
+    """One JSON object a window. Opened for each line, so a full disk costs lines, not the run."""
+    if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
+        with path.open("a") as file:  # a killed run may have left half a line
+            file.write("\n")
+
+    def write(step, window):
+        values = {name: value if math.isfinite(value) else None for name, value in window.items()}
+        with path.open("a") as file:
+            file.write(json.dumps(values, allow_nan=False) + "\n")
+
+    return write
+
+
+def read_windows(path):
+    """The windows of a metrics.jsonl, null as NaN. A run that resumed from an older checkpoint
+    repeats steps: the later line replaces the earlier ones with the same or a higher step."""
+    windows = []
+    for line in Path(path).read_text().splitlines():
+        try:
+            window = {name: NAN if value is None else value
+                      for name, value in json.loads(line).items()}
+        except (ValueError, AttributeError):  # half a line of a killed run
+            continue
+        while windows and windows[-1]["step"] >= window["step"]:
+            windows.pop()
+        windows.append(window)
+    return windows
+
+
+def sink_names(report_to):
+    """'auto' (TensorBoard if installed), 'none', or a comma-separated list."""
+    names = [name.strip() for name in report_to.split(",") if name.strip()]
+    if unknown := set(names) - {"auto", "none", "tensorboard", "trackio", "wandb"}:
+        raise ValueError(f"report_to: unknown {sorted(unknown)}; use trackio, wandb, tensorboard "
+                         "(comma-separated), auto or none")
+    if "auto" in names and importlib.util.find_spec("tensorboard"):
+        names.append("tensorboard")
+    return [name for name in dict.fromkeys(names) if name not in ("auto", "none")]
+
+
+def finite(window):
+    return {name: value for name, value in window.items()
+            if math.isfinite(value) and name not in ("step", "time")}
+
+
+def tensorboard_sink(run_dir, first_step):
+    from torch.utils.tensorboard import SummaryWriter
+    # purge_step hides what a run logged after the checkpoint that it now resumes from
+    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
+
+    def write(step, window):
+        for name, value in finite(window).items():
+            writer.add_scalar(name, value, step)
+
+    return write, writer.close
+
+
+def tracker_sink(name, run_name, project, config):
+    """trackio and wandb: the first copied the second's interface."""
+    tracker = importlib.import_module(name)
+    project = os.environ.get(f"{name.upper()}_PROJECT", project)
+    tracker.init(project=project, name=run_name, config=config or {})
+    return (lambda step, window: tracker.log(finite(window), step=step)), tracker.finish
+
+
+# ---- diagnosis --------------------------------------------------------------------------------
+
+# Rules of thumb, as fractions: of a step, of groups, of the reward's range, of the KV cache.
+HIGH_WAIT = 0.2     # waiting less than this gains little when it is removed
+HIGH_DROPPED = 0.5  # below it most groups produce a gradient; half of it counts while climbing
+MOVED = 0.1         # a smaller change since `before` is noise over a few dozen groups
+NEAR_END = 0.2      # "near the top (bottom) of the range"
+KV_LOW = 0.6        # the worker raises its cap below this, so the server has room
+SMALL_MASS = 0.9    # of probability; what the head leaves out is not centered
+
+
+def diagnose(now, before=None, *, max_staleness=None, max_concurrent_rollouts=None,
+             num_generations=None, reward_range=None):
+    """What holds the run back, in sentences. `now` is a window or a merge of some, `before` the
+    same from earlier in the run (see `compare`); without it nothing is called climbing or falling.
+    The limits are the run's options; a rule whose limit is unknown stays silent about it.
+    Every comparison with a missing figure (NaN) is False, so the rule does not fire."""
+    now, before = (defaultdict(lambda: NAN, window) for window in (now, before or {}))
+    lines = [bottleneck(now, max_staleness, max_concurrent_rollouts),
+             saturation(now, before, *(reward_range or seen_range(now, before))),
+             duplicates(now, before, num_generations), mismatch(now)]
+    return [line for line in lines if line]
+
+
+def bottleneck(now, max_staleness, max_concurrent):
+    """The two waits are mirror images; both are read against the length of a step."""
+    step_s, wait_s = now["perf/step_s"], now["perf/rollout_wait_s"]
+    held_s = now["rollout/backpressure_s"]
+    if not step_s > 0:
+        return ""
+    waiting, held = wait_s > HIGH_WAIT * step_s, held_s > HIGH_WAIT * step_s
+    waited = f"training waited {wait_s / step_s:.0%} of a step ({wait_s:.1f} of {step_s:.1f} s)"
+    if waiting and held:
+        return (f"max_staleness is too tight: {waited} while generation was held back for "
+                f"{held_s:.1f} s at a time. Raise max_staleness{now_is(max_staleness)}.")
+    if waiting:
+        return f"generation-bound: {waited}. {generation_limit(now, max_concurrent)}"
+    if held:
+        steps = now["rollout/queue_size"] / max(now["batch/samples_per_step"], 1)
+        return (f"trainer-bound: generation was held back for {held_s:.1f} s at a time, the queue "
+                f"holds {steps:.1f} steps, staleness is {now['sample/staleness_mean']:.1f}"
+                f"{f' of at most {max_staleness}' if max_staleness else ''}. Expected when "
+                "inference is faster; for more speed move GPUs from vLLM to training.")
+    return f"balanced: {waited}, generation was not held back."
+
+
+def generation_limit(now, max_concurrent):
+    """Which of the limits keeps generation from going faster, and what to do about it."""
+    running, cap = now["rollout/concurrency"], now["rollout/concurrency_cap"]
+    kv, waiting = now["rollout/vllm_kv_cache_usage_frac"], now["rollout/score_queue_size"]
+    flight = f"{running:.0f} rollouts in flight" if running >= 0 else "concurrency unknown"
+    cache = f", KV cache {kv:.0%} full" if kv >= 0 else ""
+    if max_concurrent and running > 0.9 * max_concurrent and not kv > KV_LOW:
+        return (f"max_concurrent_rollouts sets the limit ({flight}{cache}): raise it"
+                f"{now_is(max_concurrent)} if your environments and tools allow.")
+    if running > 0.9 * cap and not cap >= (max_concurrent or math.inf):
+        return (f"The server's load sets the limit ({flight}, cap {cap:.0f}{cache}): "
+                "give vLLM more GPUs or KV cache, or shorten completions.")
+    if waiting > 1:
+        return (f"Scoring lags ({waiting:.0f} groups wait, {now['rollout/score_s']:.1f} s a "
+                "group): speed up the reward functions.")
+    return (f"vLLM makes {now['rollout/generated_tokens_per_s']:,.0f} tokens/s ({flight}{cache}): "
+            "give it more GPUs, or shorten completions.")
+
+
+def saturation(now, before, low, high):
+    """Are there groups left to learn from, and where are those stuck that are dropped?"""
+    dropped, stuck_at = now["frac_reward_zero_std"], now["reward_dropped"]
+    if math.isnan(dropped):
+        return ""
+    place = (stuck_at - low) / (high - low)
+    climbing = dropped - before["frac_reward_zero_std"] > MOVED
+    reward_rose = (now["reward"] - before["reward"]) / (high - low)
+    stuck_rose = (stuck_at - before["reward_dropped"]) / (high - low)
+    share = f"{dropped:.0%} of groups carry no signal"
+    state = f"{share}, stuck at {stuck_at:.2f}; reward {now['reward']:.2f}"
+    if climbing and stuck_rose < -MOVED and reward_rose < -MOVED:
+        return (f"regression: {state}, was {before['reward']:.2f}: groups that used to pass now "
+                f"fail together. Look for a collapse: entropy {now['entropy']:.3f}, was "
+                f"{before['entropy']:.3f}; duplicates {now['completions/duplicate_frac']:.0%}.")
+    if dropped < (HIGH_DROPPED / 2 if climbing else HIGH_DROPPED):
+        return f"healthy: {share}, most produce a gradient."
+    if math.isnan(stuck_at):
+        return (f"unscored: {share}, and none of their rollouts was scored. See why the reward "
+                "functions return None.")
+    if place >= 1 - NEAR_END:
+        return (f"saturating at the top: {state}. The prompts have become too easy: stop the run, "
+                "or move to harder ones.")
+    if place <= NEAR_END and not reward_rose > MOVED:
+        cut = now["completions/clipped_ratio"]
+        first = (f"{cut:.0%} of completions are cut off: raise max_completion_length, then"
+                 if cut > 0.1 else "Few completions are cut off:")
+        return (f"stuck at the bottom: {state}. {first} read a few and check that the reward "
+                "function parses them.")
+    if place <= NEAR_END:
+        return f"hard prompts: {state}, was {before['reward']:.2f}. It climbs: wait."
+    return (f"mixed: {state}. Some prompts are too easy and others too hard, or groups share a "
+            "partial score: read the rollouts.")
+
+
+def duplicates(now, before, num_generations):
+    """Does sampling still give different rollouts for one prompt?"""
+    copies, entropy = now["completions/duplicate_frac"], now["entropy"]
+    # Independent rollouts agree with a probability of about exp(-nats). Beyond 3 nats that is one
+    # pair in twenty; below, short or settled answers repeat by chance.
+    nats = entropy * now["completions/mean_length"]
+    all_copies = (num_generations - 1) / num_generations if num_generations else NAN
+    if copies > 0.9 * all_copies and not nats < 3:
+        return (f"sampling is not random: {copies:.0%} of rollouts repeat another, {all_copies:.0%}"
+                " means all. Check the temperature, and that vLLM's engines share no seed.")
+    if (copies - before["completions/duplicate_frac"] > MOVED / 2
+            and entropy < 0.9 * before["entropy"]):
+        return (f"collapse: {copies:.0%} of rollouts repeat another, was "
+                f"{before['completions/duplicate_frac']:.0%}, and entropy fell from "
+                f"{before['entropy']:.3f} to {entropy:.3f}: one answer per prompt. Fine if it is "
+                f"right (reward {now['reward']:.2f}), else lower the learning rate.")
+    return ""
+
+
+def mismatch(now):
+    """Sampler and trainer disagree with no update between them, or the centered head is small."""
+    gap, mass = now["sampling/sampling_logp_difference/mean"], now["sampling/sampler_mass"]
+    if now["sample/staleness_max"] == 0 and gap > 0.1:  # bf16 alone gives about 0.02
+        return (f"mismatch: log-probs differ by {gap:.2f} on average with no staleness. Check "
+                "the server's dtype, temperature and --logprobs-mode processed_logprobs.")
+    if mass < SMALL_MASS:
+        return (f"small head: the sampler's top tokens cover {mass:.0%}. Raise "
+                "num_sampler_logprobs, or set score_centering_tail to proportional.")
+    return ""
+
+
+def now_is(limit):
+    return f" (now {limit})" if limit is not None else ""
+
+
+def seen_range(*windows):
+    """The reward's range: 0 to 1, the usual rewards, widened by what was seen."""
+    names = ("reward", "reward_kept", "reward_dropped", "reward_min", "reward_max")
+    seen = [window[name] for window in windows for name in names if math.isfinite(window[name])]
+    return min([0.0, *seen]), max([1.0, *seen])

