@@ -49,6 +49,12 @@ class Sample:
     metrics: dict[str, float] = field(default_factory=dict)  # to be recorded when trained on
     created_at: float = 0.0  # time.time() when it was queued
 
+    def own_tokens(self, group_size: int) -> int:
+        """Tokens that it adds to a row which holds its group: its own, and its part of the prompt.
+        The unit of the staleness limit, on both sides of the queue."""
+        n_prompt = int(self.trained.argmax())
+        return len(self.input_ids) - n_prompt + -(-n_prompt // group_size)
+
 
 @dataclass(eq=False)
 class TurnRecord:
@@ -107,6 +113,17 @@ def check_prompt(prompt, where: str) -> None:
                 )
         if not isinstance(content, str) and not parts and "tool_calls" not in message:
             raise ValueError(f"{where} has a message without text ({message!r}): add its content")
+
+
+def check_row(row, where: str) -> None:
+    """ValueError for a row of a data set that rollouts cannot start from."""
+    if not isinstance(row, dict) or "prompt" not in row:
+        names = sorted(row) if isinstance(row, dict) else type(row).__name__
+        raise ValueError(f"{where} has no column 'prompt' (it has {names}): rename or add it")
+    taken = {"prompts", "completions", "completion_ids"} & row.keys()
+    if taken:
+        raise ValueError(f"{where} has a column {taken.pop()!r}, which rewards get too: rename it")
+    check_prompt(row["prompt"], f"{where}: the prompt")
 
 
 def render(tokenizer, messages, tools=None, chat_template_kwargs=None) -> np.ndarray:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-import rollout
+import tasks
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def configure(argv):
     given = parse_command_line(argv)
     kinds = typing.get_type_hints(Config)
     chosen = {n: parse_value(n, text, kinds[n]) for n, text in given.items() if n in kinds}
-    task = rollout.load_task(chosen.get("env", Config.env))
+    task = tasks.load_task(chosen.get("env", Config.env))
     task_kinds = typing.get_type_hints(task.Options) if task.Options else {}
     for name in given.keys() - kinds.keys() - task_kinds.keys():
         if name in REFUSED:
@@ -211,7 +211,7 @@ def configure(argv):
     config = Config(**{**task.config_overrides, **chosen})
     check_config(config)
     own = {n: parse_value(n, given[n], kind) for n, kind in task_kinds.items() if n in given}
-    return config, rollout.load_task(config.env, own)
+    return config, tasks.load_task(config.env, own)
 
 
 def check_config(config):

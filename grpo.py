@@ -7,8 +7,8 @@
 A vLLM server generates (sync.py talks to it), a worker process scores (rollout.py), and this loop
 trains on what they queue, without waiting for either unless the queue is empty. A step:
 
-    1 wait     rank 0 takes the next planned step from the planner; every rank gets its samples
-    2 pack     each rank packs its samples into prefix-tree rows (packing.py)
+    1 wait     for the next planned step; every rank gets its samples (feed.py, planner.py)
+    2 pack     each rank packs its samples into prefix-tree rows (packing.py, attention.py)
     3 train    forward and backward over the rows (model.py, loss.py), clip, AdamW
     4 sync     every weight_sync_steps: the new weights go to the server while it waits
     5 log      metrics of the window (metrics.py)
@@ -34,7 +34,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from importlib.metadata import version as installed
 from pathlib import Path
@@ -45,14 +45,17 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import get_scheduler
 
+import attention
 import chat
 import loss
 import model
 import packing
-import rollout
 import sync
+import tasks
 from config import Config, configure, parse_command_line, print_help
+from feed import Feed
 from metrics import Metrics, applicable
+from rollout import reward_name
 
 # -------------------------------------------------------------------------------------- preparation
 
@@ -61,9 +64,11 @@ def prepare(argv, plan_path):
     """For run.sh, before it starts a server: check all that can be, make the model, and write what
     run.sh must know to plan_path, as shell assignments."""
     given, (config, task) = parse_command_line(argv), configure(argv)
-    rollout.check_task(task)
+    tasks.check_task(task)
+    model_path = model.resolve_model(config.model)
+    model.checkpoint_config(config, model_path)
     facts = {
-        "MODEL_PATH": model.resolve_model(config.model),
+        "MODEL_PATH": model_path,
         "MODEL_NAME": config.model,
         "LOGPROBS": config.num_sampler_logprobs + 1,  # the token endpoint counts the sampled one
         "TRAIN_PROCESSES": config.num_train_processes or max(1, torch.cuda.device_count() // 2),
@@ -117,9 +122,10 @@ def train(config, task):
         tokenizer = model.load_tokenizer(config, model_path)
         policy = model.load_policy(config, model_path, device)
     budget = config.token_budget or info.max_model_len
+    model_config = policy.model.config
     pad = packing.bucket if device.type == "cuda" else None  # compiled layers want few shapes
     compiled = config.torch_compile if config.torch_compile is not None else device.type == "cuda"
-    tied = policy.model.config.get_text_config().tie_word_embeddings
+    tied = model_config.get_text_config().tie_word_embeddings
     model.shard(policy, device, config.compute_dtype, compiled)
     optimizer, scheduler = make_optimizer(policy, config)
 
@@ -151,7 +157,7 @@ def train(config, task):
             # ---- 2 pack --------------------------------------------------------------------------
             rows = [packing.pack_row(samples, budget, pad).to(device) for samples in share.rows]
             trees = [
-                packing.TreeMask(row, config.attention).prepare(policy.model.config) for row in rows
+                attention.TreeMask(row, config.attention).prepare(model_config) for row in rows
             ]
 
             # ---- 3 forward, backward, step -------------------------------------------------------
@@ -211,143 +217,6 @@ def train(config, task):
     dist.destroy_process_group()
 
 
-# --------------------------------------------------------------------------------------- samples in
-
-
-@dataclass
-class Share:
-    """What one rank trains on in one step."""
-
-    rows: list  # samples of this rank, one list a micro-batch
-    denominators: list  # what each micro-batch's summed loss is divided by
-
-
-class Feed:
-    """The worker and the planner of rank 0, and the way of their samples to every rank.
-
-    Generation is held to `max_staleness` by tokens: the worker may have max(max_staleness, 1) times
-    the tokens of the last step queued, in progress, or planned but not yet trained on. It goes
-    beyond that only while the planner waits for samples to fill a step.
-    """
-
-    def __init__(self, config, task, policy, tokenizer, model_path, budget, pad):
-        self.config, self.budget, self.pad = config, budget, pad
-        self.plan, self.n_tokens = None, 0
-        self.pulled_tokens = self.released_tokens = 0
-        self.worker = self.planner = None
-        if dist.get_rank() != 0:
-            return
-        rows = dist.get_world_size() * config.gradient_accumulation_steps
-        self.worker = rollout.RolloutWorker(
-            asdict(config),
-            task,
-            model_path=model_path,
-            model_name=config.model,
-            eos_token_ids=model.end_token_ids(policy.model, tokenizer),
-        )
-        self.worker.set_allowance(max(config.max_staleness, 1) * rows * budget)
-        self.worker.start()
-        self.planner = packing.Planner(
-            self._pull,
-            token_budget=budget,
-            world_size=dist.get_world_size(),
-            gradient_accumulation_steps=config.gradient_accumulation_steps,
-            first_step=1,
-            is_stale=self._is_stale,
-            vocab_size=policy.model.get_output_embeddings().weight.shape[0],
-        )
-
-    def _pull(self, timeout):  # in the planner's thread
-        sample = self.worker.get(timeout)
-        if sample is None:
-            return packing.END if self.worker.finished else None
-        self.pulled_tokens += len(sample.input_ids)
-        return sample
-
-    def _is_stale(self, sample, step):
-        return self._staleness(sample, step) > self.config.max_staleness
-
-    def _staleness(self, sample, step):
-        """Weight updates between the sample's oldest token and the weights that train at `step`."""
-        version = (step - 1) // self.config.weight_sync_steps
-        return version - int(sample.versions[sample.trained].min())
-
-    def next(self):
-        """The next step's samples of this rank, or None at the end. Every rank calls it."""
-        shares = None
-        if self.planner:
-            self.plan = self._wait()
-            shares = [self._share(rank) for rank in range(dist.get_world_size())]
-        mine = [None]
-        dist.scatter_object_list(mine, shares, src=0)
-        return mine[0]
-
-    def _wait(self):
-        while True:
-            self.worker.check()
-            try:
-                plan = self.planner.next(timeout=1.0)
-            except TimeoutError:
-                continue
-            # Whatever was pulled for this step is trained or dropped now: no longer ahead of us.
-            pulled = self.pulled_tokens
-            self.worker.release(pulled - self.released_tokens)
-            self.step_tokens, self.released_tokens = pulled - self.released_tokens, pulled
-            self.queue_size = self.worker.queue_size
-            return plan
-
-    def _share(self, rank):
-        if self.plan is None:
-            return None
-        counts = self.plan.n_trained
-        if self.config.loss in ("gspo", "dr_grpo"):  # means over samples, not over tokens
-            batches = self.plan.micro_batches
-            counts = [sum(len(row.samples) for row in rows if row.n_terms) for rows in batches]
-        if self.config.normalize == "step":
-            denominators = [sum(counts)] * len(counts)
-        else:
-            denominators = [count * len(counts) for count in counts]
-        return Share(self.plan.samples(rank), denominators)
-
-    def trained(self, version):
-        """After a step: tell the worker the server's version and how far ahead it may run."""
-        if self.worker:
-            self.worker.set_version(version)
-            self.worker.set_allowance(max(self.config.max_staleness, 1) * self.step_tokens)
-
-    def records(self):
-        """What the worker reported since the last step, and the step's `sample/*` and `batch/*`."""
-        now, plan = time.time(), self.plan
-        found = self.worker.drain_records() + packing.batch_metrics(plan, self.budget, self.pad)
-        found.append(("rollout/queue_size", self.queue_size, 1))
-        found.append(("sample/dropped_stale_count", plan.dropped["stale"], 1))
-        for sample in (sample for row in plan.rows for sample in row.samples):
-            staleness = self._staleness(sample, plan.step)
-            found += [
-                ("sample/forwarded_tokens_mean", len(sample.input_ids), 1),
-                ("sample/forwarded_tokens_max", len(sample.input_ids), 1),
-                ("sample/trained_tokens_mean", int(sample.trained.sum()), 1),
-                ("sample/time_in_queue_s", now - sample.created_at, 1),
-                ("sample/staleness_mean", staleness, 1),
-                ("sample/staleness_max", staleness, 1),
-                *((name, value, 1) for name, value in sample.metrics.items()),
-            ]
-        self.n_tokens += plan.n_tokens
-        return found
-
-    def close(self):
-        if self.planner:
-            self.planner.close()
-        if self.worker:
-            self.worker.stop()
-
-
-PAD = {
-    "cuda": packing.bucket,
-    "cpu": None,
-}  # compiled layers want few shapes; eager ones no padding
-
-
 # --------------------------------------------------------------------------------- one step's parts
 
 
@@ -401,7 +270,7 @@ def check_sync(policy, tokenizer, server, info, config, device):
 
     def trainer_log_probs(ids):
         row = packing.pack_row([text_sample(ids)], len(ids), packing.bucket).to(device)
-        tree = packing.TreeMask(row, config.attention).prepare(policy.model.config)
+        tree = attention.TreeMask(row, config.attention).prepare(policy.model.config)
         with torch.no_grad():
             return policy(row, tree, temperature=1.0)[0][:, 0]
 
@@ -552,7 +421,7 @@ def metric_names(config, task, policy, device):
     conditions = ["score_centering"] if config.score_centering and config.loss == "grpo" else []
     if model.peak_flops(device, config.compute_dtype):
         conditions.append("mfu")
-    rewards = [rollout.reward_name(func) for func in task.reward_funcs]
+    rewards = [reward_name(func) for func in task.reward_funcs]
     return applicable(*conditions, rewards=rewards)
 
 
@@ -619,7 +488,7 @@ def main(argv):
         if argv[:1] == ["--prepare"]:
             return prepare(argv[2:], argv[1])
         config, task = configure(argv)
-        rollout.check_task(task)
+        tasks.check_task(task)
     train(config, task)
 
 

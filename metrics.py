@@ -20,6 +20,7 @@ NaN. In metrics.jsonl NaN and infinities are null; the other sinks get no point 
 Left out: histograms, tables, per-process curves. METRICS.md defines every name.
 Test: pytest tests/test_metrics.py
 """
+
 import contextlib
 import functools
 import importlib
@@ -89,8 +90,11 @@ def applicable(*conditions, rewards=(), tools=()):
     fill = {"{reward_func_name}": rewards, "{tool_name}": tools}
     names = [name for key in ("always", *conditions) for name in NAMES[key].split()]
     for placeholder, values in fill.items():
-        names = [name.replace(placeholder, value) for name in names
-                 for value in (values if placeholder in name else [""])]
+        names = [
+            name.replace(placeholder, value)
+            for name in names
+            for value in (values if placeholder in name else [""])
+        ]
     return names
 
 
@@ -143,7 +147,7 @@ def merge(windows):
 
 def compare(windows, size):
     """(the newest `size` windows as one, the `size` windows four such blocks earlier as one)."""
-    earlier = windows[-5 * size:-size]
+    earlier = windows[-5 * size : -size]
     return merge(windows[-size:]), merge(earlier[:size])
 
 
@@ -154,8 +158,16 @@ class Metrics:
     `drain()`. Recording is thread-safe; flush and close belong to the thread that built the object.
     """
 
-    def __init__(self, run_dir=None, *, report_to="auto", total_steps=None, first_step=0,
-                 config=None, project="espalier"):
+    def __init__(
+        self,
+        run_dir=None,
+        *,
+        report_to="auto",
+        total_steps=None,
+        first_step=0,
+        config=None,
+        project="espalier",
+    ):
         self.state, self.declared = {}, []
         self.history = deque(maxlen=500)  # windows for the diagnosis: bounded, about 8 KB each
         self.lock = threading.Lock()
@@ -170,12 +182,16 @@ class Metrics:
         if sys.stdout.isatty() and sys.stderr.isatty():
             with contextlib.suppress(ImportError):  # no tqdm, no bar; the lines say the same
                 from tqdm import tqdm
-                self.bar = tqdm(total=total_steps, initial=first_step, unit="step",
-                                dynamic_ncols=True)
+
+                self.bar = tqdm(
+                    total=total_steps, initial=first_step, unit="step", dynamic_ncols=True
+                )
         for name in trackers:
-            build = (functools.partial(tensorboard_sink, run_dir, first_step)
-                     if name == "tensorboard" else
-                     functools.partial(tracker_sink, name, run_dir.resolve().name, project, config))
+            build = (
+                functools.partial(tensorboard_sink, run_dir, first_step)
+                if name == "tensorboard"
+                else functools.partial(tracker_sink, name, run_dir.resolve().name, project, config)
+            )
             self._guard(name, lambda name=name, build=build: self.sinks.update({name: build()}))
 
     def declare(self, names):
@@ -235,16 +251,22 @@ class Metrics:
             if name not in self.warned:
                 self.warned.add(name)
                 with contextlib.suppress(OSError):  # stderr may be the broken pipe itself
-                    print(f"metrics: the {name} sink {fate}, the run goes on: "
-                          f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                    print(
+                        f"metrics: the {name} sink {fate}, the run goes on: "
+                        f"{type(error).__name__}: {error}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
             if fate == "is switched off":
                 self.sinks.pop(name, None)
 
     def _console(self, step, window):
         self.note(step_line(step, window, self.total_steps, color=use_color()))
         if self.bar is not None:
-            self.bar.set_postfix_str(f"loss {window.get('loss', NAN):.4f}, "
-                                     f"reward {window.get('reward', NAN):.3f}", refresh=False)
+            self.bar.set_postfix_str(
+                f"loss {window.get('loss', NAN):.4f}, reward {window.get('reward', NAN):.3f}",
+                refresh=False,
+            )
             self.bar.update(step - self.bar.n)
 
     def _close_bar(self):
@@ -256,11 +278,16 @@ class Metrics:
 # ---- sinks ------------------------------------------------------------------------------------
 
 LINE = [  # label, name, format, width
-    ("reward", "reward", "{:.3f}", 6), ("kept", "reward_kept", "{:.3f}", 6),
-    ("loss", "loss", "{:.4f}", 8), ("tok/s", "perf/wall_clock_trained_tokens_per_s", "{:,.0f}", 7),
-    ("MFU", "perf/fwd_bwd_mfu", "{:.1f}%", 5), ("stale", "sample/staleness_mean", "{:.1f}", 3),
-    ("wait", "perf/rollout_wait_s", "{:.1f}s", 5), ("sync", "perf/weight_sync_s", "{:.2f}s", 5),
-    ("of", "perf/step_s", "{:.1f}s", 5)]
+    ("reward", "reward", "{:.3f}", 6),
+    ("kept", "reward_kept", "{:.3f}", 6),
+    ("loss", "loss", "{:.4f}", 8),
+    ("tok/s", "perf/wall_clock_trained_tokens_per_s", "{:,.0f}", 7),
+    ("MFU", "perf/fwd_bwd_mfu", "{:.1f}%", 5),
+    ("stale", "sample/staleness_mean", "{:.1f}", 3),
+    ("wait", "perf/rollout_wait_s", "{:.1f}s", 5),
+    ("sync", "perf/weight_sync_s", "{:.2f}s", 5),
+    ("of", "perf/step_s", "{:.1f}s", 5),
+]
 
 
 def use_color():
@@ -302,8 +329,9 @@ def read_windows(path):
     windows = []
     for line in Path(path).read_text().splitlines():
         try:
-            window = {name: NAN if value is None else value
-                      for name, value in json.loads(line).items()}
+            window = {
+                name: NAN if value is None else value for name, value in json.loads(line).items()
+            }
         except (ValueError, AttributeError):  # half a line of a killed run
             continue
         while windows and windows[-1]["step"] >= window["step"]:
@@ -316,20 +344,26 @@ def sink_names(report_to):
     """'auto' (TensorBoard if installed), 'none', or a comma-separated list."""
     names = [name.strip() for name in report_to.split(",") if name.strip()]
     if unknown := set(names) - {"auto", "none", "tensorboard", "trackio", "wandb"}:
-        raise ValueError(f"report_to: unknown {sorted(unknown)}; use trackio, wandb, tensorboard "
-                         "(comma-separated), auto or none")
+        raise ValueError(
+            f"report_to: unknown {sorted(unknown)}; use trackio, wandb, tensorboard "
+            "(comma-separated), auto or none"
+        )
     if "auto" in names and importlib.util.find_spec("tensorboard"):
         names.append("tensorboard")
     return [name for name in dict.fromkeys(names) if name not in ("auto", "none")]
 
 
 def finite(window):
-    return {name: value for name, value in window.items()
-            if math.isfinite(value) and name not in ("step", "time")}
+    return {
+        name: value
+        for name, value in window.items()
+        if math.isfinite(value) and name not in ("step", "time")
+    }
 
 
 def tensorboard_sink(run_dir, first_step):
     from torch.utils.tensorboard import SummaryWriter
+
     # purge_step hides what a run logged after the checkpoint that it now resumes from
     writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
 
@@ -351,24 +385,34 @@ def tracker_sink(name, run_name, project, config):
 # ---- diagnosis --------------------------------------------------------------------------------
 
 # Rules of thumb, as fractions: of a step, of groups, of the reward's range, of the KV cache.
-HIGH_WAIT = 0.2     # waiting less than this gains little when it is removed
+HIGH_WAIT = 0.2  # waiting less than this gains little when it is removed
 HIGH_DROPPED = 0.5  # below it most groups produce a gradient; half of it counts while climbing
-MOVED = 0.1         # a smaller change since `before` is noise over a few dozen groups
-NEAR_END = 0.2      # "near the top (bottom) of the range"
-KV_LOW = 0.6        # the worker raises its cap below this, so the server has room
-SMALL_MASS = 0.9    # of probability; what the head leaves out is not centered
+MOVED = 0.1  # a smaller change since `before` is noise over a few dozen groups
+NEAR_END = 0.2  # "near the top (bottom) of the range"
+KV_LOW = 0.6  # the worker raises its cap below this, so the server has room
+SMALL_MASS = 0.9  # of probability; what the head leaves out is not centered
 
 
-def diagnose(now, before=None, *, max_staleness=None, max_concurrent_rollouts=None,
-             num_generations=None, reward_range=None):
+def diagnose(
+    now,
+    before=None,
+    *,
+    max_staleness=None,
+    max_concurrent_rollouts=None,
+    num_generations=None,
+    reward_range=None,
+):
     """What holds the run back, in sentences. `now` is a window or a merge of some, `before` the
     same from earlier in the run (see `compare`); without it nothing is called climbing or falling.
     The limits are the run's options; a rule whose limit is unknown stays silent about it.
     Every comparison with a missing figure (NaN) is False, so the rule does not fire."""
     now, before = (defaultdict(lambda: NAN, window) for window in (now, before or {}))
-    lines = [bottleneck(now, max_staleness, max_concurrent_rollouts),
-             saturation(now, before, *(reward_range or seen_range(now, before))),
-             duplicates(now, before, num_generations), mismatch(now)]
+    lines = [
+        bottleneck(now, max_staleness, max_concurrent_rollouts),
+        saturation(now, before, *(reward_range or seen_range(now, before))),
+        duplicates(now, before, num_generations),
+        mismatch(now),
+    ]
     return [line for line in lines if line]
 
 
@@ -381,16 +425,20 @@ def bottleneck(now, max_staleness, max_concurrent):
     waiting, held = wait_s > HIGH_WAIT * step_s, held_s > HIGH_WAIT * step_s
     waited = f"training waited {wait_s / step_s:.0%} of a step ({wait_s:.1f} of {step_s:.1f} s)"
     if waiting and held:
-        return (f"max_staleness is too tight: {waited} while generation was held back for "
-                f"{held_s:.1f} s at a time. Raise max_staleness{now_is(max_staleness)}.")
+        return (
+            f"max_staleness is too tight: {waited} while generation was held back for "
+            f"{held_s:.1f} s at a time. Raise max_staleness{now_is(max_staleness)}."
+        )
     if waiting:
         return f"generation-bound: {waited}. {generation_limit(now, max_concurrent)}"
     if held:
         steps = now["rollout/queue_size"] / max(now["batch/samples_per_step"], 1)
-        return (f"trainer-bound: generation was held back for {held_s:.1f} s at a time, the queue "
-                f"holds {steps:.1f} steps, staleness is {now['sample/staleness_mean']:.1f}"
-                f"{f' of at most {max_staleness}' if max_staleness else ''}. Expected when "
-                "inference is faster; for more speed move GPUs from vLLM to training.")
+        return (
+            f"trainer-bound: generation was held back for {held_s:.1f} s at a time, the queue "
+            f"holds {steps:.1f} steps, staleness is {now['sample/staleness_mean']:.1f}"
+            f"{f' of at most {max_staleness}' if max_staleness else ''}. Expected when "
+            "inference is faster; for more speed move GPUs from vLLM to training."
+        )
     return f"balanced: {waited}, generation was not held back."
 
 
@@ -401,16 +449,24 @@ def generation_limit(now, max_concurrent):
     flight = f"{running:.0f} rollouts in flight" if running >= 0 else "concurrency unknown"
     cache = f", KV cache {kv:.0%} full" if kv >= 0 else ""
     if max_concurrent and running > 0.9 * max_concurrent and not kv > KV_LOW:
-        return (f"max_concurrent_rollouts sets the limit ({flight}{cache}): raise it"
-                f"{now_is(max_concurrent)} if your environments and tools allow.")
+        return (
+            f"max_concurrent_rollouts sets the limit ({flight}{cache}): raise it"
+            f"{now_is(max_concurrent)} if your environments and tools allow."
+        )
     if running > 0.9 * cap and not cap >= (max_concurrent or math.inf):
-        return (f"The server's load sets the limit ({flight}, cap {cap:.0f}{cache}): "
-                "give vLLM more GPUs or KV cache, or shorten completions.")
+        return (
+            f"The server's load sets the limit ({flight}, cap {cap:.0f}{cache}): "
+            "give vLLM more GPUs or KV cache, or shorten completions."
+        )
     if waiting > 1:
-        return (f"Scoring lags ({waiting:.0f} groups wait, {now['rollout/score_s']:.1f} s a "
-                "group): speed up the reward functions.")
-    return (f"vLLM makes {now['rollout/generated_tokens_per_s']:,.0f} tokens/s ({flight}{cache}): "
-            "give it more GPUs, or shorten completions.")
+        return (
+            f"Scoring lags ({waiting:.0f} groups wait, {now['rollout/score_s']:.1f} s a "
+            "group): speed up the reward functions."
+        )
+    return (
+        f"vLLM makes {now['rollout/generated_tokens_per_s']:,.0f} tokens/s ({flight}{cache}): "
+        "give it more GPUs, or shorten completions."
+    )
 
 
 def saturation(now, before, low, high):
@@ -425,27 +481,40 @@ def saturation(now, before, low, high):
     share = f"{dropped:.0%} of groups carry no signal"
     state = f"{share}, stuck at {stuck_at:.2f}; reward {now['reward']:.2f}"
     if climbing and stuck_rose < -MOVED and reward_rose < -MOVED:
-        return (f"regression: {state}, was {before['reward']:.2f}: groups that used to pass now "
-                f"fail together. Look for a collapse: entropy {now['entropy']:.3f}, was "
-                f"{before['entropy']:.3f}; duplicates {now['completions/duplicate_frac']:.0%}.")
+        return (
+            f"regression: {state}, was {before['reward']:.2f}: groups that used to pass now "
+            f"fail together. Look for a collapse: entropy {now['entropy']:.3f}, was "
+            f"{before['entropy']:.3f}; duplicates {now['completions/duplicate_frac']:.0%}."
+        )
     if dropped < (HIGH_DROPPED / 2 if climbing else HIGH_DROPPED):
         return f"healthy: {share}, most produce a gradient."
     if math.isnan(stuck_at):
-        return (f"unscored: {share}, and none of their rollouts was scored. See why the reward "
-                "functions return None.")
+        return (
+            f"unscored: {share}, and none of their rollouts was scored. See why the reward "
+            "functions return None."
+        )
     if place >= 1 - NEAR_END:
-        return (f"saturating at the top: {state}. The prompts have become too easy: stop the run, "
-                "or move to harder ones.")
+        return (
+            f"saturating at the top: {state}. The prompts have become too easy: stop the run, "
+            "or move to harder ones."
+        )
     if place <= NEAR_END and not reward_rose > MOVED:
         cut = now["completions/clipped_ratio"]
-        first = (f"{cut:.0%} of completions are cut off: raise max_completion_length, then"
-                 if cut > 0.1 else "Few completions are cut off:")
-        return (f"stuck at the bottom: {state}. {first} read a few and check that the reward "
-                "function parses them.")
+        first = (
+            f"{cut:.0%} of completions are cut off: raise max_completion_length, then"
+            if cut > 0.1
+            else "Few completions are cut off:"
+        )
+        return (
+            f"stuck at the bottom: {state}. {first} read a few and check that the reward "
+            "function parses them."
+        )
     if place <= NEAR_END:
         return f"hard prompts: {state}, was {before['reward']:.2f}. It climbs: wait."
-    return (f"mixed: {state}. Some prompts are too easy and others too hard, or groups share a "
-            "partial score: read the rollouts.")
+    return (
+        f"mixed: {state}. Some prompts are too easy and others too hard, or groups share a "
+        "partial score: read the rollouts."
+    )
 
 
 def duplicates(now, before, num_generations):
@@ -456,14 +525,20 @@ def duplicates(now, before, num_generations):
     nats = entropy * now["completions/mean_length"]
     all_copies = (num_generations - 1) / num_generations if num_generations else NAN
     if copies > 0.9 * all_copies and not nats < 3:
-        return (f"sampling is not random: {copies:.0%} of rollouts repeat another, {all_copies:.0%}"
-                " means all. Check the temperature, and that vLLM's engines share no seed.")
-    if (copies - before["completions/duplicate_frac"] > MOVED / 2
-            and entropy < 0.9 * before["entropy"]):
-        return (f"collapse: {copies:.0%} of rollouts repeat another, was "
-                f"{before['completions/duplicate_frac']:.0%}, and entropy fell from "
-                f"{before['entropy']:.3f} to {entropy:.3f}: one answer per prompt. Fine if it is "
-                f"right (reward {now['reward']:.2f}), else lower the learning rate.")
+        return (
+            f"sampling is not random: {copies:.0%} of rollouts repeat another, {all_copies:.0%}"
+            " means all. Check the temperature, and that vLLM's engines share no seed."
+        )
+    if (
+        copies - before["completions/duplicate_frac"] > MOVED / 2
+        and entropy < 0.9 * before["entropy"]
+    ):
+        return (
+            f"collapse: {copies:.0%} of rollouts repeat another, was "
+            f"{before['completions/duplicate_frac']:.0%}, and entropy fell from "
+            f"{before['entropy']:.3f} to {entropy:.3f}: one answer per prompt. Fine if it is "
+            f"right (reward {now['reward']:.2f}), else lower the learning rate."
+        )
     return ""
 
 
@@ -471,11 +546,15 @@ def mismatch(now):
     """Sampler and trainer disagree with no update between them, or the centered head is small."""
     gap, mass = now["sampling/sampling_logp_difference/mean"], now["sampling/sampler_mass"]
     if now["sample/staleness_max"] == 0 and gap > 0.1:  # bf16 alone gives about 0.02
-        return (f"mismatch: log-probs differ by {gap:.2f} on average with no staleness. Check "
-                "the server's dtype, temperature and --logprobs-mode processed_logprobs.")
+        return (
+            f"mismatch: log-probs differ by {gap:.2f} on average with no staleness. Check "
+            "the server's dtype, temperature and --logprobs-mode processed_logprobs."
+        )
     if mass < SMALL_MASS:
-        return (f"small head: the sampler's top tokens cover {mass:.0%}. Raise "
-                "num_sampler_logprobs, or set score_centering_tail to proportional.")
+        return (
+            f"small head: the sampler's top tokens cover {mass:.0%}. Raise "
+            "num_sampler_logprobs, or set score_centering_tail to proportional."
+        )
     return ""
 
 

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import attention
 import loss
-import packing
 
 # P packed tokens of a row (padded), M its loss terms, C = 1 + K candidates a term, V vocabulary.
 
@@ -100,29 +100,46 @@ def head_options(text_config):
     }
 
 
-def load_policy(config, model_path, device):
-    """Load the model with masters in config.dtype, a frozen vision tower and tree attention.
+def checkpoint_config(config, model_path):
+    """transformers' config of the checkpoint, known to be one that we can train.
 
-    Raises ValueError naming the model and the remedy when it cannot be loaded or is not supported.
+    Raises ValueError naming the model and the remedy when it is not there or has layers other than
+    attention: a recurrent layer in a packed row would leak between samples.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig
 
-    options = {"dtype": config.dtype, "trust_remote_code": config.trust_remote_code}
-    options |= config.model_init_kwargs or {}
+    revision = (config.model_init_kwargs or {}).get("revision", "main")
     try:
         checkpoint = AutoConfig.from_pretrained(
-            model_path, **{k: options[k] for k in ("revision", "trust_remote_code") if k in options}
+            model_path, revision=revision, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"model={model_path!r} cannot be loaded ({_first_line(error)}); give a folder that "
-            f"save_pretrained wrote, a hub id, or {EMBEDDED!r}"
+            f"model={model_path!r} cannot be loaded ({str(error).strip().splitlines()[0]}); give a "
+            f"folder that save_pretrained wrote, a hub id, or {EMBEDDED!r}"
         ) from error
-    refuse_unsupported_layers(checkpoint)
+    text_config = checkpoint.get_text_config()
+    kinds = set(getattr(text_config, "layer_types", None) or ["full_attention"])
+    unknown = kinds - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(
+            f"model type {text_config.model_type!r} has layers of kind {sorted(unknown)}; "
+            "packed rows support full_attention and sliding_attention"
+        )
+    return checkpoint
+
+
+def load_policy(config, model_path, device):
+    """Load the model with masters in config.dtype, a frozen vision tower and tree attention."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    checkpoint = checkpoint_config(config, model_path)
+    options = {"dtype": config.dtype, "trust_remote_code": config.trust_remote_code}
+    options |= config.model_init_kwargs or {}
     auto = AutoModelForCausalLM
     if hasattr(checkpoint, "vision_config"):
         auto = AutoModelForImageTextToText
-    packing.register_attention()
+    attention.register_attention()
     model = auto.from_pretrained(model_path, attn_implementation="espalier_tree", **options)
     model.to(device)
     text_model = model.get_decoder()
@@ -163,18 +180,6 @@ def end_token_ids(model, tokenizer):
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ids:
         ids.append(tokenizer.eos_token_id)
     return ids
-
-
-def refuse_unsupported_layers(checkpoint):
-    """Only attention packs as a tree so far; a recurrent layer would leak between samples."""
-    text_config = checkpoint.get_text_config()
-    kinds = set(getattr(text_config, "layer_types", None) or ["full_attention"])
-    unknown = kinds - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise ValueError(
-            f"model type {text_config.model_type!r} has layers of kind {sorted(unknown)}; "
-            "packed rows support full_attention and sliding_attention"
-        )
 
 
 def layers(policy):
@@ -317,7 +322,3 @@ def convert_embedded_model(folder, progress=print):
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(finished, folder)  # last, so that an interrupted conversion is made again
     progress(f"model: {folder.relative_to(MODELS.parent)} is ready")
-
-
-def _first_line(error):
-    return str(error).strip().splitlines()[0]

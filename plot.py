@@ -11,6 +11,7 @@ as recorded, faint.
 A panel for which nothing was recorded is left out. Left out: interaction, TensorBoard does that.
 Test: pytest tests/test_metrics.py
 """
+
 # R runs (seeds) of one setup, S logged steps
 import argparse
 import json
@@ -24,36 +25,71 @@ from metrics import compare, diagnose, read_windows
 
 # Okabe and Ito's colours: told apart by colour-blind readers and in grey print.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
-    "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#9a9a9a")
+    "#0072b2",
+    "#e69f00",
+    "#009e73",
+    "#d55e00",
+    "#cc79a7",
+    "#56b4e9",
+    "#9a9a9a",
+)
 INK = "#333333"
 COLORS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY) * 9  # of setups
 
 PANELS = [  # title, [(label, metric, colour)]; several setups show the first metric only
-    ("Reward", [
-        ("all groups", "reward", BLUE), ("kept", "reward_kept", GREEN),
-        ("dropped", "reward_dropped", ORANGE)]),
-    ("Shares", [
-        ("dropped", "frac_reward_zero_std", ORANGE),
-        ("duplicates", "completions/duplicate_frac", PURPLE),
-        ("cut off", "completions/clipped_ratio", SKY),
-        ("masked", "sampling/masked_mean", RED)]),
-    ("Completion length (tokens)", [
-        ("mean", "completions/mean_length", BLUE),
-        ("ended", "completions/mean_terminated_length", GREEN),
-        ("longest", "completions/max_length", GREY)]),
+    (
+        "Reward",
+        [
+            ("all groups", "reward", BLUE),
+            ("kept", "reward_kept", GREEN),
+            ("dropped", "reward_dropped", ORANGE),
+        ],
+    ),
+    (
+        "Shares",
+        [
+            ("dropped", "frac_reward_zero_std", ORANGE),
+            ("duplicates", "completions/duplicate_frac", PURPLE),
+            ("cut off", "completions/clipped_ratio", SKY),
+            ("masked", "sampling/masked_mean", RED),
+        ],
+    ),
+    (
+        "Completion length (tokens)",
+        [
+            ("mean", "completions/mean_length", BLUE),
+            ("ended", "completions/mean_terminated_length", GREEN),
+            ("longest", "completions/max_length", GREY),
+        ],
+    ),
     ("Entropy (nat)", [("mean over tokens", "entropy", BLUE)]),
-    ("Ratio and mass", [
-        ("importance ratio", "sampling/importance_sampling_ratio/mean", BLUE),
-        ("sampler mass", "sampling/sampler_mass", GREEN)]),
-    ("Staleness (weight updates)", [
-        ("mean", "sample/staleness_mean", BLUE), ("max", "sample/staleness_max", GREY)]),
+    (
+        "Ratio and mass",
+        [
+            ("importance ratio", "sampling/importance_sampling_ratio/mean", BLUE),
+            ("sampler mass", "sampling/sampler_mass", GREEN),
+        ],
+    ),
+    (
+        "Staleness (weight updates)",
+        [("mean", "sample/staleness_mean", BLUE), ("max", "sample/staleness_max", GREY)],
+    ),
     ("Time per step (s)", []),  # stacked: TIME
-    ("Tokens per second", [
-        ("generated", "rollout/generated_tokens_per_s", ORANGE),
-        ("forwarded", "perf/wall_clock_forwarded_tokens_per_s", BLUE),
-        ("trained", "perf/wall_clock_trained_tokens_per_s", GREEN)])]
-TIME = [("wait", "perf/rollout_wait_s", ORANGE), ("fwd+bwd", "perf/fwd_bwd_s", BLUE),
-        ("optimizer", "perf/optimizer_s", SKY), ("sync", "perf/weight_sync_s", GREEN)]
+    (
+        "Tokens per second",
+        [
+            ("generated", "rollout/generated_tokens_per_s", ORANGE),
+            ("forwarded", "perf/wall_clock_forwarded_tokens_per_s", BLUE),
+            ("trained", "perf/wall_clock_trained_tokens_per_s", GREEN),
+        ],
+    ),
+]
+TIME = [
+    ("wait", "perf/rollout_wait_s", ORANGE),
+    ("fwd+bwd", "perf/fwd_bwd_s", BLUE),
+    ("optimizer", "perf/optimizer_s", SKY),
+    ("sync", "perf/weight_sync_s", GREEN),
+]
 
 
 # ---- runs -------------------------------------------------------------------------------------
@@ -64,13 +100,21 @@ def load(path):
     folder = Path(path) if Path(path).is_dir() else Path("runs") / path
     if not folder.is_dir():
         there = sorted(f"{file.parent}" for file in Path("runs").glob("*/metrics.jsonl"))
-        raise SystemExit(f"plot: no run at {path}. " + (f"Runs here: {', '.join(there)}" if there
-                         else "There is none below runs/ yet: start one with `bash run.sh`."))
+        raise SystemExit(
+            f"plot: no run at {path}. "
+            + (
+                f"Runs here: {', '.join(there)}"
+                if there
+                else "There is none below runs/ yet: start one with `bash run.sh`."
+            )
+        )
     file = folder / "metrics.jsonl"
     windows = read_windows(file) if file.is_file() else []
     if not windows:
-        raise SystemExit(f"plot: {file} has no line yet: the run has not finished its first step. "
-                         "Try again in a minute, or read its console output.")
+        raise SystemExit(
+            f"plot: {file} has no line yet: the run has not finished its first step. "
+            "Try again in a minute, or read its console output."
+        )
     return folder, windows
 
 
@@ -86,8 +130,9 @@ def by_setup(runs):
 def curves(seeds, name):
     """steps_S and values_RS of one metric; between its points a run is interpolated, beyond its
     ends it is NaN. None if no run has a finite value."""
-    points = [np.array([(w["step"], w.get(name, np.nan)) for w in windows], float)
-              for windows in seeds]
+    points = [
+        np.array([(w["step"], w.get(name, np.nan)) for w in windows], float) for windows in seeds
+    ]
     points = [p[np.isfinite(p[:, 1])] for p in points]
     points = [p for p in points if len(p)]
     if not points:
@@ -146,29 +191,47 @@ def draw(setups, path, reward_only=False, columns=2):
         raise SystemExit(f"plot: {error}: pip install matplotlib, or use --text") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    plt.rcParams.update({
-        "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "text.color": INK,
-        "axes.edgecolor": "#b0b0b0", "xtick.color": INK, "ytick.color": INK,
-        "axes.labelcolor": INK, "axes.spines.top": False, "axes.spines.right": False,
-        "axes.grid": True, "grid.color": "#e8e8e8", "axes.axisbelow": True,
-        "xtick.major.size": 0, "ytick.major.size": 0})
+
+    plt.rcParams.update(
+        {
+            "font.size": 10,
+            "axes.titlesize": 11,
+            "axes.titleweight": "bold",
+            "text.color": INK,
+            "axes.edgecolor": "#b0b0b0",
+            "xtick.color": INK,
+            "ytick.color": INK,
+            "axes.labelcolor": INK,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "grid.color": "#e8e8e8",
+            "axes.axisbelow": True,
+            "xtick.major.size": 0,
+            "ytick.major.size": 0,
+        }
+    )
     every = [windows for seeds in setups.values() for windows in seeds]
-    panels = [(title, lines) for title, lines in PANELS[:1 if reward_only else None]
-              if any(curves(every, name) is not None for _, name, _ in lines)
-              or (not lines and time_parts(every) is not None)]
+    panels = [
+        (title, lines)
+        for title, lines in PANELS[: 1 if reward_only else None]
+        if any(curves(every, name) is not None for _, name, _ in lines)
+        or (not lines and time_parts(every) is not None)
+    ]
     if not panels:
         raise SystemExit("plot: the runs have none of the metrics that plot.py draws")
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     width, height = (6.6, 2.7) if reward_only else (3.8 * columns, 2.5 * rows + 0.5)
-    figure, axes = plt.subplots(rows, columns, figsize=(width, height), squeeze=False,
-                                layout="constrained")
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(width, height), squeeze=False, layout="constrained"
+    )
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
     for ax, panel in zip(axes.flat, panels):
         draw_panel(ax, *panel, setups)
-    for ax in axes.flat[len(panels):]:
+    for ax in axes.flat[len(panels) :]:
         ax.set_axis_off()
-    for ax in axes.flat[max(len(panels) - columns, 0):len(panels)]:
+    for ax in axes.flat[max(len(panels) - columns, 0) : len(panels)]:
         if not ax.patches:  # the bars of several setups have seconds on this axis
             ax.set_xlabel("step", labelpad=1)
     headline = summary(every[0]) if len(every) == 1 else f"{len(every)} runs"
@@ -179,8 +242,16 @@ def draw(setups, path, reward_only=False, columns=2):
     else:
         keys = [plt.Line2D([], [], color=color, linewidth=3) for _, color in zip(setups, COLORS)]
         fit = int(width * 11 / (max(map(len, setups)) + 6))  # 11 characters an inch
-        figure.legend(keys, setups, loc="outside upper left", ncols=max(fit, 1), title=headline,
-                      alignment="left", frameon=False, borderpad=0.2)
+        figure.legend(
+            keys,
+            setups,
+            loc="outside upper left",
+            ncols=max(fit, 1),
+            title=headline,
+            alignment="left",
+            frameon=False,
+            borderpad=0.2,
+        )
     figure.savefig(path, dpi=200, facecolor="white")
     plt.close(figure)
     return path
@@ -202,10 +273,20 @@ def draw_panel(ax, title, lines, setups):
     ax.set_title(title, loc="left", pad=19 if names else 6)
     left = None
     for label, color in names:  # each begins where the one before ends
-        place = {"xy": (0, 1), "xycoords": "axes fraction", "xytext": (0, 5)} if left is None else \
-            {"xy": (1, 0), "xycoords": left, "xytext": (9, 0)}
-        left = ax.annotate(label, **place, textcoords="offset points", color=color, fontsize=9.5,
-                           fontweight="bold", va="bottom")
+        place = (
+            {"xy": (0, 1), "xycoords": "axes fraction", "xytext": (0, 5)}
+            if left is None
+            else {"xy": (1, 0), "xycoords": left, "xytext": (9, 0)}
+        )
+        left = ax.annotate(
+            label,
+            **place,
+            textcoords="offset points",
+            color=color,
+            fontsize=9.5,
+            fontweight="bold",
+            va="bottom",
+        )
     ax.margins(x=0.01)
     if not ax.patches:
         ax.locator_params(axis="y", nbins=4)
@@ -222,12 +303,24 @@ def draw_line(ax, curve, color):
     steps_S, values_RS = curve
     mean_S = np.nanmean(values_RS, axis=0)
     if len(values_RS) > 1:
-        ax.fill_between(steps_S, smooth(np.nanmin(values_RS, axis=0)),
-                        smooth(np.nanmax(values_RS, axis=0)), color=color, alpha=0.18, linewidth=0)
+        ax.fill_between(
+            steps_S,
+            smooth(np.nanmin(values_RS, axis=0)),
+            smooth(np.nanmax(values_RS, axis=0)),
+            color=color,
+            alpha=0.18,
+            linewidth=0,
+        )
     elif len(steps_S) >= 40:
         ax.plot(steps_S, mean_S, color=color, alpha=0.25, linewidth=0.8)
-    ax.plot(steps_S, smooth(mean_S), color=color, linewidth=1.8, solid_capstyle="round",
-            marker="o" if len(steps_S) == 1 else None)
+    ax.plot(
+        steps_S,
+        smooth(mean_S),
+        color=color,
+        linewidth=1.8,
+        solid_capstyle="round",
+        marker="o" if len(steps_S) == 1 else None,
+    )
     return True
 
 
@@ -238,8 +331,12 @@ def draw_time(ax, setups):
     labels = [label for label in colors if any(p and label in p[1] for p in parts.values())]
     if len(setups) == 1:
         ((steps_S, seconds),) = parts.values()
-        ax.stackplot(steps_S, *[smooth(seconds[label]) for label in labels], linewidth=0,
-                     colors=[colors[label] for label in labels])
+        ax.stackplot(
+            steps_S,
+            *[smooth(seconds[label]) for label in labels],
+            linewidth=0,
+            colors=[colors[label] for label in labels],
+        )
     else:
         for row, part in enumerate(parts.values()):
             left = 0.0
@@ -279,19 +376,29 @@ def limits_of(folder):
 
 def text(folder, windows):
     """First and last value (each the mean of a tenth of the run) and the course of each metric."""
-    lines = [f"{folder.resolve().name}: {summary(windows)}", "",
-             f"{'':39} {'first':>8} {'last':>8}"]
+    lines = [
+        f"{folder.resolve().name}: {summary(windows)}",
+        "",
+        f"{'':39} {'first':>8} {'last':>8}",
+    ]
     for name in [name for _, group in PANELS for _, name, _ in group or TIME]:
         if (curve := curves([windows], name)) is not None:
             values = curve[1][0]
             tenth = max(len(values) // 10, 1)
-            lines.append(f"{name:39.39} {number(np.mean(values[:tenth])):>8} "
-                         f"{number(np.mean(values[-tenth:])):>8} {bars(values)}")
+            lines.append(
+                f"{name:39.39} {number(np.mean(values[:tenth])):>8} "
+                f"{number(np.mean(values[-tenth:])):>8} {bars(values)}"
+            )
     if (parts := time_parts([windows])) is not None:
         means = {label: float(np.mean(seconds)) for label, seconds in parts[1].items()}
         total = sum(means.values()) or 1.0
-        lines += ["", "a step: " + ", ".join(
-            f"{label} {mean:.2f} s ({mean / total:.0%})" for label, mean in means.items())]
+        lines += [
+            "",
+            "a step: "
+            + ", ".join(
+                f"{label} {mean:.2f} s ({mean / total:.0%})" for label, mean in means.items()
+            ),
+        ]
     size = min(10, -(-len(windows) // 5))
     said = diagnose(*compare(windows, size), **limits_of(folder))
     return "\n".join(lines + [""] * bool(said) + said)
@@ -299,7 +406,8 @@ def text(folder, windows):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="*", metavar="RUN", default=["runs/latest"])
     parser.add_argument("-o", "--output", help="default: plot.png in the first run's folder")
     parser.add_argument("--text", action="store_true", help="print instead of drawing")

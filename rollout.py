@@ -1,21 +1,17 @@
-"""The rollout worker: a process of its own that turns prompts into scored training samples.
+"""Rollouts: prompts in, scored training samples out. The loop that runs in the worker process.
 
     who                 owns                   reads                 writes            stops when
-    trainer process     RolloutWorker          deque of samples      version, limits   it says so
+    trainer process     worker.RolloutWorker   deque of samples      version, limits   it says so
       reader thread     read end of the pipe   pipe, heartbeat       deque, records    pipe ends
     worker (spawned)    RolloutLoop            version, limits       heartbeat         stop flag
       dispatch          order of the prompts   the three limits      rollout tasks     data ends
       rollout tasks     one rollout each       vLLM                  score queue       it is made
       score task        rewards, advantages    score queue (<= 16)   sender thread     data ends
-      monitor task      rates                  stop flag             records           worker ends
+      report task       rates                  counters              records           worker ends
       load task         the cap on rollouts    GET /metrics          records           worker ends
       sender thread     write end of pipe      one message           pipe              worker ends
       reward threads    nothing                one group             its rewards       worker ends
       parent watch      nothing                parent's process id   nothing           trainer gone
-
-Numbers go both ways through shared memory, each slot written by one side only: there is no lock
-that a killed process could leave held. Samples and records come through one pipe, whose end tells
-at once that the worker is gone.
 
 What bounds the samples on their way is admission, not the length of a queue: a new group starts
 only while the tokens queued (sent, and not yet released by the trainer) and in progress are below
@@ -26,38 +22,26 @@ server's KV cache) and max_concurrent_rollouts.
 Versions: 0 are the weights that the server starts with. The trainer announces a version only after
 the server has acknowledged it; each token is labelled by the server's own account if it gives one.
 
+The process around the loop is worker.py, what it learns from tasks.py, one conversation chat.py.
 Left out: tools and environments, several servers, evaluation.
 Test: pytest tests/test_rollout.py
 """
 
 import asyncio
-import atexit
 import contextlib
 import copy
-import ctypes
 import dataclasses
+import enum
 import functools
-import importlib.util
 import inspect
 import math
-import multiprocessing
 import numbers
-import os
-import pickle
 import re
-import signal
 import sys
-import threading
 import time
-import traceback
-import types
 import typing
-from collections import deque
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
-from pathlib import Path
 
 import numpy as np
 
@@ -69,132 +53,6 @@ SCORE_QUEUE_SIZE = 16  # groups, as in the spec
 TICK_S = 0.02  # how long the worker may overlook what the trainer wrote into shared memory
 REPORT_S = 1.0  # between two reports of rates and counts
 POLL_LOAD_S = 5.0  # between two looks at the server's /metrics, as in the spec
-START_S = 120.0  # the worker's first heartbeat: importing transformers takes 10 s on a busy core
-
-# ------------------------------------------------------------------------------------------- tasks
-
-
-@dataclass
-class Task:
-    """What is learnt. A task file defines these names at module level; see envs/arithmetic.py."""
-
-    dataset: object  # rows with a conversational "prompt": list, Dataset, IterableDataset, or a
-    # function that makes one; it gets the task's options if the file defines Options
-    reward_funcs: tuple[Callable, ...] = ()
-    rollout_loop: type | None = None  # a subclass of RolloutLoop
-    config_overrides: dict = field(default_factory=dict)  # weaker than the command line
-    Options: type | None = None  # frozen dataclass of the task's own command-line options
-    options: object = None  # an instance of it
-    name: str = "task"
-    path: str | None = None  # of the file, for the worker to import
-
-    @functools.cached_property
-    def rows(self):
-        if not callable(self.dataset):
-            return self.dataset
-        return self.dataset(self.options) if self.Options else self.dataset()
-
-    def __getstate__(self):  # the worker makes its own rows where it can: less to send
-        return {name: value for name, value in vars(self).items() if name != "rows"}
-
-
-def _import_task_file(path: str):
-    """Import by path under a name that both processes use, so that its functions can be pickled."""
-    name = "task_" + Path(path).stem
-    if getattr(sys.modules.get(name), "__file__", None) != path:
-        spec = importlib.util.spec_from_file_location(name, path)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(sys.modules[name])
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
-
-
-def load_task(name_or_path: str, option_overrides: dict | None = None) -> Task:
-    """The task of envs/NAME.py, or of a file. `option_overrides` set fields of its Options."""
-    folder = Path(__file__).resolve().parent / "envs"
-    path = Path(name_or_path) if name_or_path.endswith(".py") else folder / f"{name_or_path}.py"
-    if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in folder.glob("*.py")))
-        raise ValueError(f"no task file {path}: give a path, or one of {known or 'envs/*.py'}")
-    path = path.resolve()
-    module = _import_task_file(str(path))
-    for word in ("tools", "environment_factory"):
-        if getattr(module, word, None):
-            raise ValueError(f"{path.name} defines {word}, which is not supported yet: remove it")
-    if not hasattr(module, "dataset"):
-        raise ValueError(f"{path.name} defines no dataset: add a list of rows, or a function")
-    Options, given = getattr(module, "Options", None), option_overrides or {}
-    if given and not Options:
-        raise ValueError(f"{path.name} defines no Options, so it cannot take {sorted(given)}")
-    funcs = getattr(module, "reward_funcs", ())
-    return Task(
-        dataset=module.dataset,
-        reward_funcs=tuple(funcs) if isinstance(funcs, (list, tuple)) else (funcs,),
-        rollout_loop=getattr(module, "rollout_loop", None),
-        config_overrides=dict(getattr(module, "config_overrides", {})),
-        Options=Options,
-        options=Options(**given) if Options else None,
-        name=path.stem,
-        path=str(path),
-    )
-
-
-def reward_name(func) -> str:
-    """The name under which a reward function is logged."""
-    while isinstance(func, functools.partial):
-        func = func.func
-    return getattr(func, "__name__", type(func).__name__)
-
-
-def check_task(task: Task) -> None:
-    """Raise, in one line with the remedy, for what cannot work; before anything is started."""
-    where, loop = f"task {task.name}", task.rollout_loop
-    if loop is not None and not (isinstance(loop, type) and issubclass(loop, RolloutLoop)):
-        raise ValueError(f"{where}: rollout_loop {loop!r} must be a subclass of RolloutLoop")
-    if not task.reward_funcs and (loop is None or loop.generate_one is RolloutLoop.generate_one):
-        raise ValueError(f"{where} has no reward: define reward_funcs = [your_function]")
-    for func in task.reward_funcs:
-        if not callable(func):
-            raise TypeError(
-                f"{where}: the reward {func!r} is not callable; reward models are not supported, "
-                "write a function that calls your model's server"
-            )
-    for thing in (*task.reward_funcs, *filter(None, [loop]), *filter(callable, [task.dataset])):
-        try:
-            pickle.dumps(thing)
-        except Exception as error:  # pickle raises AttributeError, TypeError, PicklingError, ...
-            raise TypeError(
-                f"{where}: {getattr(thing, '__qualname__', thing)} cannot be sent to the rollout "
-                f"process ({error}); use a module-level function, a functools.partial of one or "
-                "an instance of a module-level class, not a lambda or a nested function"
-            ) from error
-    rows = task.rows
-    is_map = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
-    if not is_map and (not hasattr(rows, "__iter__") or iter(rows) is rows):
-        raise TypeError(
-            f"{where}: dataset is a {type(rows).__name__}, which cannot be read once an epoch; "
-            "make it a list of rows, a datasets.Dataset or an IterableDataset"
-        )
-    # Every row is checked again when it is used; these show a wrong format. A stream may be slow.
-    first = [rows[i] for i in range(min(len(rows), 64))] if is_map else list(islice(rows, 1))
-    if not first:
-        raise ValueError(f"{where}: the dataset has no rows; give at least one prompt")
-    for i, row in enumerate(first):
-        _check_row(row, f"{where}, row {i}")
-
-
-def _check_row(row, where: str) -> None:
-    if not isinstance(row, dict) or "prompt" not in row:
-        names = sorted(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"{where} has no column 'prompt' (it has {names}): rename or add it")
-    taken = {"prompts", "completions", "completion_ids"} & row.keys()
-    if taken:
-        raise ValueError(f"{where} has a column {taken.pop()!r}, which rewards get too: rename it")
-    chat.check_prompt(row["prompt"], f"{where}: the prompt")
-
 
 # ------------------------------------------------------------------------------------------ records
 
@@ -251,6 +109,13 @@ class _OpenGroup:
             rollout_rewards=[rollout.reward for rollout in rollouts],
             queued_at=self.queued_at,
         )
+
+
+def reward_name(func) -> str:
+    """The name under which a reward function is logged."""
+    while isinstance(func, functools.partial):
+        func = func.func
+    return getattr(func, "__name__", type(func).__name__)
 
 
 def checked_rewards(name: str, values, n: int) -> np.ndarray:
@@ -333,10 +198,15 @@ def parse_load(text: str) -> ServerLoad | None:
     )
 
 
-# ----------------------------------------------------------------------------------- shared memory
+class Slot(enum.IntEnum):
+    """Shared memory, one int64 each: what the trainer tells the worker, and its heartbeat."""
 
-# One int64 a slot: what the trainer tells the worker, and its heartbeat.
-_VERSION, _ALLOWANCE, _RELEASED, _HUNGRY, _STOP, _BEAT, _N_SLOTS = range(7)
+    VERSION = 0  # of the server's weights
+    ALLOWANCE = enum.auto()  # tokens that may be queued and in progress
+    RELEASED = enum.auto()  # tokens that have left the queue, since the start
+    HUNGRY = enum.auto()  # 1: the trainer waits and the queue is empty
+    STOP = enum.auto()  # 1: come to an end
+    BEAT = enum.auto()  # counts up while the worker's event loop runs
 
 
 # ---------------------------------------------------------------------------- in the worker process
@@ -444,7 +314,7 @@ class RolloutLoop:
     @property
     def version(self) -> int:
         """The newest weights that the server is known to have."""
-        return self._shared[_VERSION]
+        return self._shared[Slot.VERSION]
 
     def record(self, name: str, value, weight=1) -> None:
         """Log a value. metrics.py averages by weight, or sums or takes extremes: see METRICS.md."""
@@ -483,10 +353,13 @@ class RolloutLoop:
 
     async def _ship(self, samples=(), dropped=()) -> None:
         """Send samples, ids of groups that have none, and the records so far to the trainer."""
-        self._sent_tokens += sum(len(sample.input_ids) for sample in samples)
+        self._sent_tokens += self._own_tokens(samples)
         records, self.records = self.records, []
         message = "data", list(samples), records, list(dropped)
         await asyncio.wrap_future(self._send(message))
+
+    def _own_tokens(self, samples) -> int:
+        return sum(sample.own_tokens(self.config.num_generations) for sample in samples)
 
     async def _wait_while(self, holds, metric: str | None = None) -> None:
         """Until `holds()` is false; looked at when something ends, and every TICK_S."""
@@ -554,7 +427,7 @@ class RolloutLoop:
                 if prompt is None:
                     return
                 epoch, is_whole, n_admitted = prompt.epoch, prompt.opens_epoch, 0
-            _check_row(prompt.row, f"row {prompt.row_index} of the dataset")
+            chat.check_row(prompt.row, f"row {prompt.row_index} of the dataset")
             if not self.filter_prompt(prompt.row_index, prompt.row, epoch):
                 self.record("rollout/filtered_count", 1)
                 await self._ship(dropped=[prompt.group_id])
@@ -571,13 +444,13 @@ class RolloutLoop:
 
     def _is_too_far_ahead(self) -> bool:
         """The staleness limit: tokens queued and in progress against the trainer's allowance."""
-        if self._open_groups == 0 and self._shared[_HUNGRY]:
+        if self._open_groups == 0 and self._shared[Slot.HUNGRY]:
             return False  # the trainer waits with nothing to take: whatever the counts say, go on
         if self._mean_tokens is None:
             return self._open_groups > 0  # how long a rollout gets is not known yet
-        queued = self._sent_tokens - self._shared[_RELEASED]
+        queued = self._sent_tokens - self._shared[Slot.RELEASED]
         in_progress = self._open_rollouts * self._mean_tokens + self._tokens_to_score
-        return queued + in_progress >= self._shared[_ALLOWANCE]
+        return queued + in_progress >= self._shared[Slot.ALLOWANCE]
 
     # ---- rollouts
 
@@ -591,8 +464,8 @@ class RolloutLoop:
         if finished is not None:
             rollout, samples, drifts = finished
             group.finished.append((rollout, samples, drifts, time.monotonic() - start))
-            group.tokens += sum(len(sample.input_ids) for sample in samples)
-            self._tokens_to_score += sum(len(sample.input_ids) for sample in samples)
+            group.tokens += self._own_tokens(samples)
+            self._tokens_to_score += self._own_tokens(samples)
         group.n_open -= 1
         if group.n_open:
             return
@@ -757,8 +630,8 @@ class RolloutLoop:
 
     async def _beat(self) -> None:
         """Heartbeat and stop flag. It waits for nothing else."""
-        while not self._shared[_STOP]:
-            self._shared[_BEAT] += 1
+        while not self._shared[Slot.STOP]:
+            self._shared[Slot.BEAT] += 1
             await asyncio.sleep(0.1)
         raise _Stopped
 
@@ -813,259 +686,3 @@ def _is_async(func) -> bool:
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(
         getattr(func, "__call__", None)  # noqa: B004 - an instance with `async def __call__`
     )
-
-
-def _die_with(parent_pid: int) -> None:
-    """End this process when the trainer is gone, even if it was killed and our loop is blocked."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-    def watch():
-        while os.getppid() == parent_pid:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="parent watch").start()
-
-
-def _worker_main(
-    pipe, shared, parent_pid, *, pickled_task, task_path, config, model_path, **arguments
-) -> None:
-    """The worker process. Ends by os._exit: a reward that never returns must not keep it alive."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us too; the trainer stops us
-    _die_with(parent_pid)
-    sender, code = ThreadPoolExecutor(1, "sender"), 0  # one thread, so messages stay whole
-
-    def send(message):
-        return sender.submit(pipe.send_bytes, pickle.dumps(message, protocol=5))
-
-    try:
-        from transformers import AutoTokenizer  # here: it would cost the trainer's import 3 s
-
-        if task_path is not None:
-            _import_task_file(task_path)
-        task = pickle.loads(pickled_task)
-        options = vars(task.options) if task.options is not None else {}
-        tokenizer = AutoTokenizer.from_pretrained(
-            model_path, trust_remote_code=config["trust_remote_code"]
-        )
-        loop = (task.rollout_loop or RolloutLoop)(
-            types.SimpleNamespace(**config, **options),
-            task,
-            tokenizer,
-            shared=shared,
-            send=send,
-            **arguments,
-        )
-        asyncio.run(loop.run())
-    except BaseException as error:
-        code = 1
-        while isinstance(error, BaseExceptionGroup):  # of the TaskGroup
-            error = error.exceptions[0]
-        with contextlib.suppress(Exception):  # the trainer is gone: there is nobody to tell
-            send(("failed", "".join(traceback.format_exception(error)))).result(timeout=10)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-# --------------------------------------------------------------------------- in the trainer process
-
-# Set by torchrun. A library in the worker that saw them would take itself for a trainer rank.
-_LAUNCHER_VARIABLES = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE
-    ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME MASTER_ADDR MASTER_PORT TORCH_NCCL_ASYNC_ERROR_HANDLING"""
-
-
-@contextlib.contextmanager
-def _worker_environment():
-    """os.environ as the worker shall inherit it: no GPU, no torch.distributed."""
-    saved = dict(os.environ)
-    for name in saved:
-        if name in _LAUNCHER_VARIABLES.split() or name.startswith("TORCHELASTIC_"):
-            del os.environ[name]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(saved)
-
-
-class RolloutWorker:
-    """The trainer's handle of the worker process. Every method may be called from any thread."""
-
-    def __init__(
-        self,
-        config: dict,  # every option by name
-        task: Task,
-        *,
-        model_path: str,  # of the tokenizer
-        model_name: str,  # as the server serves it
-        eos_token_ids,  # all that end a turn
-        start_index: int = 0,  # first prompt in the run's order
-    ):
-        check_task(task)
-        twice = sorted(config.keys() & (vars(task.options).keys() if task.options else ()))
-        if twice:
-            raise ValueError(f"task {task.name}: rename {twice}, which are options of the run")
-        self._timeout_s = config["rollout_worker_timeout"]
-        self._arguments = {
-            "pickled_task": pickle.dumps(task),
-            "task_path": task.path,
-            "config": dict(config),
-            "model_path": str(model_path),
-            "model_name": model_name,
-            "eos_token_ids": [int(i) for i in eos_token_ids],
-            "start_index": start_index,
-        }
-        self._context = multiprocessing.get_context("spawn")
-        self._shared = self._context.RawArray(ctypes.c_int64, _N_SLOTS)
-        self._ready = threading.Condition()  # guards all below
-        self._samples, self._records, self._dropped = deque(), [], []
-        self._failure: str | None = None
-        self._done = False  # the worker said that there are no more prompts
-        self._closed = False  # the pipe has ended
-        self._stopping = False
-        self._beat = 0  # the newest heartbeat seen by the reader thread
-        self._silent_s = 0.0  # since it came, without times in which we were suspended as well
-        self._process = None
-
-    def start(self) -> None:
-        """Start the worker. Linux ends it with the calling thread, so call from the main one."""
-        self._pipe, workers_end = self._context.Pipe(duplex=False)
-        self._process = self._context.Process(
-            target=_worker_main,
-            name="rollout worker",
-            args=(workers_end, self._shared, os.getpid()),
-            kwargs=self._arguments,
-        )
-        with _worker_environment():
-            self._process.start()
-        workers_end.close()  # the pipe must end when the worker does
-        atexit.register(self.stop)  # before multiprocessing's, which would wait for ever
-        self._reader = threading.Thread(target=self._read, daemon=True, name="rollout reader")
-        self._reader.start()
-
-    def get(self, timeout: float = 1.0) -> chat.Sample | None:
-        """The next sample; None if there is none within `timeout` s. Raises what check() raises."""
-        with self._ready:
-            if not self._samples:
-                self._shared[_HUNGRY] = 1
-                self._ready.wait_for(lambda: self._samples or self._closed, timeout)
-            if self._samples:
-                return self._samples.popleft()
-        self.check()
-        return None
-
-    @property
-    def queue_size(self) -> int:
-        return len(self._samples)
-
-    @property
-    def finished(self) -> bool:
-        """There are no more prompts and every sample has been taken."""
-        with self._ready:
-            return self._done and not self._samples
-
-    def set_version(self, version: int) -> None:
-        """The server has acknowledged these weights."""
-        self._shared[_VERSION] = version
-
-    def set_allowance(self, tokens: int) -> None:
-        """Tokens that may be queued and in progress: max(max_staleness, 1) last steps' worth."""
-        self._shared[_ALLOWANCE] = int(tokens)
-
-    def release(self, tokens: int) -> None:
-        """Tokens (len(input_ids)) of samples that left the queue, for training or dropped."""
-        with self._ready:
-            self._shared[_RELEASED] += int(tokens)
-
-    def drain_records(self) -> list[tuple[str, float, float]]:
-        """(name, value, weight) of all metrics since the last call."""
-        with self._ready:
-            records, self._records = self._records, []
-        return records
-
-    def drain_dropped(self) -> list[int]:
-        """Ids of groups that ended without a sample since the last call: they count as consumed."""
-        with self._ready:
-            dropped, self._dropped = self._dropped, []
-        return dropped
-
-    def check(self) -> None:
-        """Raise RuntimeError if the worker failed, died or hangs."""
-        if self._failure is not None:
-            raise RuntimeError(self._failure)
-        limit_s = self._timeout_s if self._beat else max(self._timeout_s, START_S)
-        if self._process is not None and not self._closed and self._silent_s > limit_s:
-            raise RuntimeError(
-                f"no heartbeat from the rollout worker for {self._silent_s:.0f} s "
-                f"(rollout_worker_timeout {self._timeout_s:g}): it is stopped, or a hook of the "
-                "rollout loop blocks its event loop; move blocking calls into threads"
-            )
-
-    def stop(self, timeout: float = 15.0) -> None:
-        """End the worker: by the stop flag, after `timeout` s by force. May be called again."""
-        with self._ready:
-            if self._process is None or self._stopping:
-                return
-            self._stopping = True
-        self._shared[_STOP] = 1
-        self._process.join(timeout)  # the reader goes on meanwhile, so the worker can always send
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-        self._reader.join(5)  # longer only if a process that a reward left behind holds the pipe
-        self._pipe.close()
-        atexit.unregister(self.stop)
-
-    def _read(self) -> None:
-        """The reader thread, until the pipe ends."""
-        failure, looked = None, time.monotonic()
-        try:
-            while True:
-                if self._pipe.poll(0.5):
-                    self._take(pickle.loads(self._pipe.recv_bytes()))
-                elif not self._process.is_alive():  # and something it forked holds the pipe open
-                    break
-                now, beat = time.monotonic(), self._shared[_BEAT]
-                # More than 2 s: this process or machine was suspended, which is not its fault.
-                is_new = beat != self._beat
-                self._silent_s = 0.0 if is_new else self._silent_s + min(now - looked, 2.0)
-                looked, self._beat = now, beat
-        except (EOFError, OSError):
-            pass
-        except Exception:
-            failure = "what the rollout worker sent cannot be read:\n" + traceback.format_exc()
-        self._process.join(5)
-        code = self._process.exitcode
-        if failure is None and not (self._done or self._stopping or self._failure):
-            died = f"exit code {code}"
-            if code is not None and code < 0:
-                died += f", {signal.Signals(-code).name}"
-            failure = (
-                f"the rollout worker died ({died}) without a word; if the machine ran out of "
-                "memory, lower max_concurrent_rollouts or num_sampler_logprobs"
-            )
-        with self._ready:
-            self._failure = self._failure or failure
-            self._closed = True
-            self._ready.notify_all()
-
-    def _take(self, message) -> None:
-        kind, *content = message
-        with self._ready:
-            if kind == "data":
-                samples, records, dropped = content
-                self._samples.extend(samples)
-                self._records.extend(records)
-                self._dropped.extend(dropped)
-                if samples:
-                    self._shared[_HUNGRY] = 0
-            elif kind == "failed":
-                self._failure = f"the rollout worker failed:\n{content[0]}"
-            else:
-                self._done = True
-            self._ready.notify_all()

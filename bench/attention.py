@@ -8,6 +8,7 @@ The gathered way is the reference implementation's: K/V copied once per segment 
 variable-length attention, here with the same flash-attn-4 kernels as FLASH. Times are forward plus
 backward, medians by CUDA events. What fails prints its error, and the rest goes on.
 """
+
 import argparse
 import functools
 import statistics
@@ -21,6 +22,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # this file's folder has a packing.py too
+import attention  # noqa: E402
 import packing  # noqa: E402
 
 START = time.perf_counter()
@@ -49,11 +51,21 @@ def row_of(groups, size, prompt, completion, vocab=30_000):
         head = np.append(group, rng.integers(0, vocab, prompt - 1)).astype(np.int32)
         for _ in range(size):
             ids = np.append(head, rng.integers(0, vocab, completion)).astype(np.int32)
-            samples.append(SimpleNamespace(
-                input_ids=ids, trained=np.arange(len(ids)) >= prompt,
-                sampler_log_probs=np.zeros(len(ids), np.float32), advantage=1.0, group_id=group,
-                top_ids=np.zeros((completion, 0), np.int32), set_ids=None, set_offsets=None,
-                top_log_probs=np.zeros((completion, 0), np.float32), row_index=0, metrics={}))
+            samples.append(
+                SimpleNamespace(
+                    input_ids=ids,
+                    trained=np.arange(len(ids)) >= prompt,
+                    sampler_log_probs=np.zeros(len(ids), np.float32),
+                    advantage=1.0,
+                    group_id=group,
+                    top_ids=np.zeros((completion, 0), np.int32),
+                    set_ids=None,
+                    set_offsets=None,
+                    top_log_probs=np.zeros((completion, 0), np.float32),
+                    row_index=0,
+                    metrics={},
+                )
+            )
     return packing.pack_row(samples, 1 << 20, packing.bucket)
 
 
@@ -69,7 +81,7 @@ def attend(leaves, upstream, tree, **options):
     """Output of one attention call, and the gradients of query, key, value (and sinks)."""
     query, key, value = (x.transpose(1, 2) for x in leaves[:3])
     sinks = leaves[3] if len(leaves) > 3 else None
-    out, _ = packing.tree_attention(None, query, key, value, tree=tree, s_aux=sinks, **options)
+    out, _ = attention.tree_attention(None, query, key, value, tree=tree, s_aux=sinks, **options)
     return [out, *torch.autograd.grad(out, leaves, upstream)]
 
 
@@ -121,13 +133,13 @@ def exactness(args):
         options = dict(feature)
         dim, sinks = options.pop("dim", args.dim), options.pop("sinks", False)
         leaves, upstream = inputs(len(row.end), 8, 2, dim, args)
-        upstream[:, row.n_tokens:] = 0
+        upstream[:, row.n_tokens :] = 0
         if sinks:
             leaves.append(torch.linspace(-2, 3, 8, device=args.device))
 
         def run(backend, dtype=args.dtype, leaves=leaves, upstream=upstream, options=options):
             copies = [x.detach().to(dtype).requires_grad_() for x in leaves]
-            tree = packing.TreeMask(row, backend)
+            tree = attention.TreeMask(row, backend)
             out, *gradients = attend(copies, upstream.to(dtype), tree, **options)
             return [x.detach().double() for x in (out[:, : row.n_tokens], *gradients)]
 
@@ -149,14 +161,18 @@ def tree_times(args):
         leaves, upstream = inputs(len(row.end), args.heads, args.kv_heads, args.dim, args)
         times = {}
         for backend in BACKENDS:
-            call = functools.partial(attend, leaves, upstream, packing.TreeMask(row, backend))
+            call = functools.partial(attend, leaves, upstream, attention.TreeMask(row, backend))
             label = f"{name}, {backend}"
             times[backend] = attempt(label, lambda c=call: milliseconds(c, args), args)
         gathered = times["varlen"]
-        cells = [*times.values(), *[gathered and times[b] and gathered / times[b]
-                                    for b in ("flash", "flex")]]
-        lines.append(f"{name:24} {row.n_tokens:6}" + "".join(
-            f" {'-' if cell is None else f'{cell:.2f}':>9}" for cell in cells))
+        cells = [
+            *times.values(),
+            *[gathered and times[b] and gathered / times[b] for b in ("flash", "flex")],
+        ]
+        lines.append(
+            f"{name:24} {row.n_tokens:6}"
+            + "".join(f" {'-' if cell is None else f'{cell:.2f}':>9}" for cell in cells)
+        )
         print(lines[-1], flush=True)
     return lines
 
@@ -167,7 +183,7 @@ def head_dim_256(args):
     row = row_of(*shape).to(args.device)
     leaves, upstream = inputs(len(row.end), 8, 2, 256, args)
     for backend in (*BACKENDS, *(() if args.cuda else ("sdpa",))):
-        call = functools.partial(attend, leaves, upstream, packing.TreeMask(row, backend))
+        call = functools.partial(attend, leaves, upstream, attention.TreeMask(row, backend))
         took = attempt(f"head dim 256, {backend}", lambda c=call: milliseconds(c, args), args)
         if took is not None:
             print(f"  head dim 256, 8 heads, {row.n_tokens} tokens, {backend}: {took:.2f} ms")
@@ -180,7 +196,7 @@ def mask_times(args):
         times = []
         for _ in range(11):
             began = time.perf_counter()
-            packing.TreeMask(row, "flex").block_mask(window)
+            attention.TreeMask(row, "flex").block_mask(window)
             if args.cuda:
                 torch.cuda.synchronize()
             times.append(1e3 * (time.perf_counter() - began))
@@ -196,19 +212,34 @@ def training(args):
     from transformers import Qwen3Config
     from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
-    packing.register_attention()
-    shape = dict(hidden_size=2048, intermediate_size=6144, num_attention_heads=16,
-                 num_key_value_heads=8, head_dim=128)
+    attention.register_attention()
+    shape = dict(
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+    )
     if not args.cuda:
-        shape = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4,
-                     num_key_value_heads=2, head_dim=32)
+        shape = dict(
+            hidden_size=64,
+            intermediate_size=128,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+        )
     vocab = 151_936 * args.layers // 28
-    config = Qwen3Config(num_hidden_layers=args.layers, vocab_size=vocab, attn_implementation=
-                         packing.ATTENTION, **shape)
+    config = Qwen3Config(
+        num_hidden_layers=args.layers,
+        vocab_size=vocab,
+        attn_implementation=attention.ATTENTION,
+        **shape,
+    )
     with torch.device(args.device):
         model = Qwen3Model._from_config(config, dtype=args.dtype)
-    head = torch.nn.Linear(shape["hidden_size"], vocab, bias=False, device=args.device,
-                           dtype=args.dtype)
+    head = torch.nn.Linear(
+        shape["hidden_size"], vocab, bias=False, device=args.device, dtype=args.dtype
+    )
     if args.cuda:
         for layer in model.layers:
             layer.compile(dynamic=False)
@@ -217,11 +248,17 @@ def training(args):
         return torch.nn.functional.cross_entropy(head(hidden).float(), targets, reduction="sum")
 
     def step(row, backend):
-        tree = packing.TreeMask(row, backend).prepare(config)
-        hidden = model(input_ids=row.input_ids[None], position_ids=row.position_ids[None],
-                       use_cache=False, tree=tree).last_hidden_state[0, row.term_positions]
-        loss = sum(checkpoint(chunk_loss, h, t, use_reentrant=False)
-                   for h, t in zip(hidden.split(4096), row.term_targets.split(4096)))
+        tree = attention.TreeMask(row, backend).prepare(config)
+        hidden = model(
+            input_ids=row.input_ids[None],
+            position_ids=row.position_ids[None],
+            use_cache=False,
+            tree=tree,
+        ).last_hidden_state[0, row.term_positions]
+        loss = sum(
+            checkpoint(chunk_loss, h, t, use_reentrant=False)
+            for h, t in zip(hidden.split(4096), row.term_targets.split(4096))
+        )
         loss.backward()
         model.zero_grad()
         head.zero_grad()
@@ -231,20 +268,28 @@ def training(args):
     packed = row_of(5, 8, prompt, completion, vocab).to(args.device)
     plain = row_of(10, 1, prompt, completion, vocab).to(args.device)
     rates = {}
-    runs = [("packed", packed, "auto"), ("unpacked", plain, "auto"),
-            ("unpacked varlen", plain, "varlen")]
+    runs = [
+        ("packed", packed, "auto"),
+        ("unpacked", plain, "auto"),
+        ("unpacked varlen", plain, "varlen"),
+    ]
     for name, row, backend in runs:
         call = functools.partial(step, row, backend)
         took = attempt(name, lambda c=call: milliseconds(c, args, -(-args.repeats // 3)), args)
         if took is not None:
             rates[name] = 1e3 * len(row.term_targets) / took
-            print(f"  {name:16} {row.n_tokens:6} tokens, {len(row.term_targets):6} trained: "
-                  f"{took:8.1f} ms, {rates[name]:,.0f} trained tokens/s", flush=True)
+            print(
+                f"  {name:16} {row.n_tokens:6} tokens, {len(row.term_targets):6} trained: "
+                f"{took:8.1f} ms, {rates[name]:,.0f} trained tokens/s",
+                flush=True,
+            )
     unpacked = max((rate for name, rate in rates.items() if name != "packed"), default=None)
     if "packed" in rates and unpacked:
-        return [f"packing ratio {packed.raw_tokens / packed.n_tokens:.2f}: {rates['packed']:,.0f} "
-                f"trained tokens/s, unpacked padding-free rows {unpacked:,.0f}: "
-                f"{rates['packed'] / unpacked:.2f} times"]
+        return [
+            f"packing ratio {packed.raw_tokens / packed.n_tokens:.2f}: {rates['packed']:,.0f} "
+            f"trained tokens/s, unpacked padding-free rows {unpacked:,.0f}: "
+            f"{rates['packed'] / unpacked:.2f} times"
+        ]
     return []
 
 
@@ -262,13 +307,18 @@ def main():
     args.repeats = 20 if args.cuda else 1
     if not args.cuda:  # FlexAttention's plain backward works on a CPU too, if one lets it
         torch.nn.attention.flex_attention._validate_device = lambda *qkv: None
-    packing.register_attention()
+    attention.register_attention()
     where = torch.cuda.get_device_name(args.device) if args.cuda else "CPU"
-    print(f"{where}, torch {torch.__version__}, {args.heads} heads, {args.kv_heads} KV heads, "
-          f"head dim {args.dim}, bfloat16; ms forward and backward", flush=True)
-    header = (f"{'tree (groups x samples)':24} {'tokens':>6}"
-              + "".join(f" {name:>9}" for name in BACKENDS.values())
-              + "  gathered / FLASH, / Triton")
+    print(
+        f"{where}, torch {torch.__version__}, {args.heads} heads, {args.kv_heads} KV heads, "
+        f"head dim {args.dim}, bfloat16; ms forward and backward",
+        flush=True,
+    )
+    header = (
+        f"{'tree (groups x samples)':24} {'tokens':>6}"
+        + "".join(f" {name:>9}" for name in BACKENDS.values())
+        + "  gathered / FLASH, / Triton"
+    )
     print(header)
     trees = tree_times(args)
     masks = attempt("masks", lambda: mask_times(args), args) or []

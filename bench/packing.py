@@ -8,6 +8,7 @@ unique tokens and pack each full row. With one process TRL's planner is: add whi
 close the row. No sampler candidates, since TreeRow does not carry any. Times are CPU
 time, the best of several runs, so that other processes on the machine matter little.
 """
+
 import argparse
 import importlib.util
 import sys
@@ -19,7 +20,9 @@ import numpy as np
 import torch
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # this file's folder has a packing.py too
+import attention  # noqa: E402
 import packing  # noqa: E402
+import planner  # noqa: E402
 
 BUDGET = 32_768
 VOCAB = 150_000
@@ -31,9 +34,18 @@ def sample_of(pieces, group):
     trained = np.concatenate([np.full(len(tokens), flag) for tokens, flag in pieces])
     n = int(trained.sum())
     return SimpleNamespace(
-        input_ids=ids, trained=trained, sampler_log_probs=np.full(len(ids), -1.0, np.float32),
-        top_ids=np.zeros((n, 0), np.int32), top_log_probs=np.zeros((n, 0), np.float32),
-        set_ids=None, set_offsets=None, advantage=1.0, group_id=group, row_index=0, metrics={})
+        input_ids=ids,
+        trained=trained,
+        sampler_log_probs=np.full(len(ids), -1.0, np.float32),
+        top_ids=np.zeros((n, 0), np.int32),
+        top_log_probs=np.zeros((n, 0), np.float32),
+        set_ids=None,
+        set_offsets=None,
+        advantage=1.0,
+        group_id=group,
+        row_index=0,
+        metrics={},
+    )
 
 
 def single_turn(group_size, prompt, shortest, longest):
@@ -42,6 +54,7 @@ def single_turn(group_size, prompt, shortest, longest):
         for _ in range(group_size):
             tail = rng.integers(0, VOCAB, rng.integers(shortest, longest + 1)), True
             yield sample_of([head, tail], g)
+
     return group
 
 
@@ -84,8 +97,9 @@ def stream(group, raw_tokens):
 def ours(samples, budget=BUDGET):
     """Rows as (unique tokens, raw tokens, loss terms)."""
     rows = []
-    for plan in packing.plan_steps(samples, token_budget=budget, world_size=1,
-                                   gradient_accumulation_steps=1):
+    for plan in planner.plan_steps(
+        samples, token_budget=budget, world_size=1, gradient_accumulation_steps=1
+    ):
         ((row,),) = plan.micro_batches
         packed = row.pack(packing.bucket(row.n_tokens))
         rows.append((packed.n_tokens, packed.raw_tokens, len(packed.term_targets)))
@@ -97,8 +111,13 @@ def theirs(tree_row, samples, budget=BUDGET):
     for sample in [*samples, None]:
         if sample is None or not row.fits(sample, budget):
             packed = row.pack()
-            rows.append((len(row.tokens), sum(len(s["input_ids"]) for s in row.samples),
-                         len(packed["token_index"])))
+            rows.append(
+                (
+                    len(row.tokens),
+                    sum(len(s["input_ids"]) for s in row.samples),
+                    len(packed["token_index"]),
+                )
+            )
             row = tree_row()
         if sample is not None:
             row.add(sample)
@@ -118,9 +137,13 @@ def trl_tree_row():
 
 
 def for_trl(sample):
-    return {"input_ids": torch.from_numpy(sample.input_ids).long(), "advantage": 1.0,
-            "completion_mask": torch.from_numpy(sample.trained).long(), "group_id": sample.group_id,
-            "old_log_probs": torch.from_numpy(sample.sampler_log_probs)}
+    return {
+        "input_ids": torch.from_numpy(sample.input_ids).long(),
+        "advantage": 1.0,
+        "completion_mask": torch.from_numpy(sample.trained).long(),
+        "group_id": sample.group_id,
+        "old_log_probs": torch.from_numpy(sample.sampler_log_probs),
+    }
 
 
 def best(function, *arguments, runs):
@@ -139,8 +162,10 @@ def main():
     torch.set_num_threads(1)
     tree_row = trl_tree_row()
     print(f"rows of {BUDGET} tokens, {raw_tokens} raw tokens a workload; ms for one row's worth")
-    print(f"{'workload':24} {'samples':>7} {'ours':>8} {'TRL':>8} "
-          f"{'packed':>7} {'by TRL':>7} {'padding':>8} {'times faster':>13}")
+    print(
+        f"{'workload':24} {'samples':>7} {'ours':>8} {'TRL':>8} "
+        f"{'packed':>7} {'by TRL':>7} {'padding':>8} {'times faster':>13}"
+    )
     for name, group in WORKLOADS.items():
         samples = stream(group, raw_tokens)
         their_samples = [for_trl(sample) for sample in samples]
@@ -153,9 +178,11 @@ def main():
         unique, their_unique = (sum(row[0] for row in rows) for rows in (our_rows, their_rows))
         padded = sum(packing.bucket(row[0]) for row in our_rows)
         raw = sum(row[1] for row in our_rows)
-        print(f"{name:24} {len(samples):7} {1e3 * our_s * BUDGET / unique:8.2f} "
-              f"{1e3 * their_s * BUDGET / their_unique:8.1f} {raw / unique:7.3f} "
-              f"{raw / their_unique:7.3f} {padded / unique - 1:8.1%} {their_s / our_s:13.0f}")
+        print(
+            f"{name:24} {len(samples):7} {1e3 * our_s * BUDGET / unique:8.2f} "
+            f"{1e3 * their_s * BUDGET / their_unique:8.1f} {raw / unique:7.3f} "
+            f"{raw / their_unique:7.3f} {padded / unique - 1:8.1%} {their_s / our_s:13.0f}"
+        )
 
     print("\none row of n raw tokens (first workload): plan and pack, then the block mask on a CPU")
     print(f"{'n':>8} {'plan + pack':>12} {'per 1000':>10} {'mask':>10}")
@@ -164,9 +191,11 @@ def main():
         seconds, _ = best(ours, samples, 10 * n, runs=15)
         raw = sum(len(s.input_ids) for s in samples)
         row = packing.pack_row(samples, 10 * n, packing.bucket)
-        mask_s, _ = best(lambda row=row: packing.TreeMask(row, "flex").block_mask(), runs=7)
-        print(f"{raw:8} {1e3 * seconds:9.2f} ms {1e6 * seconds / (raw / 1000):7.1f} us "
-              f"{1e3 * mask_s:7.2f} ms")
+        mask_s, _ = best(lambda row=row: attention.TreeMask(row, "flex").block_mask(), runs=7)
+        print(
+            f"{raw:8} {1e3 * seconds:9.2f} ms {1e6 * seconds / (raw / 1000):7.1f} us "
+            f"{1e3 * mask_s:7.2f} ms"
+        )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ config_overrides = {
     "learning_rate": 2e-5,
     "adam_beta2": 0.95,
     "max_staleness": 1,
-    "max_steps": 20,
+    "max_steps": 12,
 }
 
 

@@ -2,6 +2,7 @@
 
 Run: pytest tests/test_metrics.py
 """
+
 import json
 import math
 import random
@@ -26,27 +27,41 @@ def synthetic_run(steps=60, seed=0, speed=1.0):
     for step in range(1, steps + 1):
         right = 0.2 + 0.74 / (1 + math.exp(-10 * (speed * step / steps - 0.4)))
         noisy = min(max(right + rng.gauss(0, 0.04), 0), 1)
-        dropped = min(max(right**8 + (1 - right)**8 + rng.gauss(0, 0.05), 0), 1)
+        dropped = min(max(right**8 + (1 - right) ** 8 + rng.gauss(0, 0.05), 0), 1)
         wait, train, sync = abs(rng.gauss(2.0 if step > 1 else 9.0, 0.6)), rng.gauss(3.4, 0.2), 0.22
         step_s, trained = wait + train + sync + 0.35, int(rng.gauss(900, 60))
         tokens += 3 * trained
-        windows.append({
-            "step": step, "time": 1.8e9 + 6.0 * step, "loss": rng.gauss(0, 0.01),
-            "num_tokens": tokens, "reward": noisy, "reward_kept": 0.5 + 0.35 * (noisy - 0.5),
-            "reward_dropped": NAN if dropped < 0.02 else min(1.0, right + 0.05),
-            "frac_reward_zero_std": dropped, "completions/clipped_ratio": 0.3 * (1 - right),
-            "completions/duplicate_frac": 0.1 + 0.7 * right**2, "entropy": 1.6 * (1 - right) + 0.05,
-            "completions/mean_length": 30 - 20 * right + rng.gauss(0, 0.5),
-            "completions/mean_terminated_length": 26 - 17 * right, "completions/max_length": 64,
-            "sampling/importance_sampling_ratio/mean": 1 + rng.gauss(0, 0.01),
-            "sampling/sampler_mass": 0.93 + 0.06 * right, "sampling/masked_mean": 0.004,
-            "sample/staleness_mean": 1.4 + rng.gauss(0, 0.2),
-            "sample/staleness_max": rng.choice([2, 3, 3, 4]),
-            "perf/step_s": step_s, "perf/rollout_wait_s": wait, "perf/fwd_bwd_s": train,
-            "perf/optimizer_s": 0.15, "perf/weight_sync_s": sync if step % 2 else NAN,
-            "rollout/generated_tokens_per_s": 330 + rng.gauss(0, 15),
-            "perf/wall_clock_forwarded_tokens_per_s": 3 * trained / step_s,
-            "perf/wall_clock_trained_tokens_per_s": trained / step_s})
+        windows.append(
+            {
+                "step": step,
+                "time": 1.8e9 + 6.0 * step,
+                "loss": rng.gauss(0, 0.01),
+                "num_tokens": tokens,
+                "reward": noisy,
+                "reward_kept": 0.5 + 0.35 * (noisy - 0.5),
+                "reward_dropped": NAN if dropped < 0.02 else min(1.0, right + 0.05),
+                "frac_reward_zero_std": dropped,
+                "completions/clipped_ratio": 0.3 * (1 - right),
+                "completions/duplicate_frac": 0.1 + 0.7 * right**2,
+                "entropy": 1.6 * (1 - right) + 0.05,
+                "completions/mean_length": 30 - 20 * right + rng.gauss(0, 0.5),
+                "completions/mean_terminated_length": 26 - 17 * right,
+                "completions/max_length": 64,
+                "sampling/importance_sampling_ratio/mean": 1 + rng.gauss(0, 0.01),
+                "sampling/sampler_mass": 0.93 + 0.06 * right,
+                "sampling/masked_mean": 0.004,
+                "sample/staleness_mean": 1.4 + rng.gauss(0, 0.2),
+                "sample/staleness_max": rng.choice([2, 3, 3, 4]),
+                "perf/step_s": step_s,
+                "perf/rollout_wait_s": wait,
+                "perf/fwd_bwd_s": train,
+                "perf/optimizer_s": 0.15,
+                "perf/weight_sync_s": sync if step % 2 else NAN,
+                "rollout/generated_tokens_per_s": 330 + rng.gauss(0, 15),
+                "perf/wall_clock_forwarded_tokens_per_s": 3 * trained / step_s,
+                "perf/wall_clock_trained_tokens_per_s": trained / step_s,
+            }
+        )
     return windows
 
 
@@ -61,26 +76,50 @@ def write_run(folder, windows):
 # ---- reduction --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, how", [
-    ("sample/dropped_stale_count", "sum"), ("tools/search/call_count", "sum"),
-    ("tools/max/call_count", "sum"),  # only the last part decides: a tool may be named max
-    ("rollout/max_retry_count", "sum"),  # count goes first
-    ("rewards/count_words/mean", "mean"), ("rollout/discount", "mean"), ("env/minutes", "mean"),
-    ("completions/max_length", "max"), ("clip_ratio/high_max", "max"), ("reward_max", "max"),
-    ("sampling/importance_sampling_ratio/min", "min"), ("clip_ratio/low_min", "min"),
-    ("num_tokens", "last"), ("perf/step_s", "mean"), ("reward", "mean")])
+@pytest.mark.parametrize(
+    "name, how",
+    [
+        ("sample/dropped_stale_count", "sum"),
+        ("tools/search/call_count", "sum"),
+        ("tools/max/call_count", "sum"),  # only the last part decides: a tool may be named max
+        ("rollout/max_retry_count", "sum"),  # count goes first
+        ("rewards/count_words/mean", "mean"),
+        ("rollout/discount", "mean"),
+        ("env/minutes", "mean"),
+        ("completions/max_length", "max"),
+        ("clip_ratio/high_max", "max"),
+        ("reward_max", "max"),
+        ("sampling/importance_sampling_ratio/min", "min"),
+        ("clip_ratio/low_min", "min"),
+        ("num_tokens", "last"),
+        ("perf/step_s", "mean"),
+        ("reward", "mean"),
+    ],
+)
 def test_the_name_decides_the_reduction(name, how):
     assert m.reduction(name) == how
 
 
 def test_counts_sum_extremes_are_extremes_means_are_weighted():
     metrics = Metrics()
-    metrics.extend([("rollout/vllm_retry_count", 2, 1.0), ("completions/max_length", 7, 1.0),
-                    ("completions/min_length", 7, 1.0), ("reward", 1.0, 3.0),
-                    ("num_tokens", 10, 1.0)])
-    metrics.extend([("rollout/vllm_retry_count", 3, 5.0), ("completions/max_length", -2, 9.0),
-                    ("completions/min_length", -2, 9.0), ("reward", 0.0, 1.0),
-                    ("num_tokens", 25, 1.0)])
+    metrics.extend(
+        [
+            ("rollout/vllm_retry_count", 2, 1.0),
+            ("completions/max_length", 7, 1.0),
+            ("completions/min_length", 7, 1.0),
+            ("reward", 1.0, 3.0),
+            ("num_tokens", 10, 1.0),
+        ]
+    )
+    metrics.extend(
+        [
+            ("rollout/vllm_retry_count", 3, 5.0),
+            ("completions/max_length", -2, 9.0),
+            ("completions/min_length", -2, 9.0),
+            ("reward", 0.0, 1.0),
+            ("num_tokens", 25, 1.0),
+        ]
+    )
     window = metrics.flush(4)
     assert window["step"] == 4
     assert window["rollout/vllm_retry_count"] == 5  # 2 + 3; weights belong to means only
@@ -150,7 +189,7 @@ def test_records_that_cross_a_process_border_reduce_to_the_same_window():
     whole.extend(records)
     trainer.extend(records[:50])
     for start in (50, 120):  # a worker that reports twice
-        worker.extend(records[start:start + 80])
+        worker.extend(records[start : start + 80])
         trainer.extend(worker.drain())
         assert worker.drain() == []
     whole.extend(records[120:130])  # both slices above hold these ten
@@ -160,11 +199,20 @@ def test_records_that_cross_a_process_border_reduce_to_the_same_window():
 
 
 def test_merged_windows_reduce_by_name():
-    merged = m.merge([{"step": 1, "reward": 0.2, "x_count": 1, "x_max": 5, "num_tokens": 10},
-                      {"step": 2, "reward": NAN, "x_count": 2, "x_max": 3, "num_tokens": 20},
-                      {"step": 3, "reward": 0.4, "x_count": 0, "x_max": NAN, "num_tokens": 30}])
-    assert merged == {"step": 3, "reward": pytest.approx(0.3), "x_count": 3, "x_max": 5,
-                      "num_tokens": 30}
+    merged = m.merge(
+        [
+            {"step": 1, "reward": 0.2, "x_count": 1, "x_max": 5, "num_tokens": 10},
+            {"step": 2, "reward": NAN, "x_count": 2, "x_max": 3, "num_tokens": 20},
+            {"step": 3, "reward": 0.4, "x_count": 0, "x_max": NAN, "num_tokens": 30},
+        ]
+    )
+    assert merged == {
+        "step": 3,
+        "reward": pytest.approx(0.3),
+        "x_count": 3,
+        "x_max": 5,
+        "num_tokens": 30,
+    }
 
 
 def test_compare_looks_four_blocks_back():
@@ -194,8 +242,10 @@ def test_jsonl_round_trip_with_null_for_what_is_not_finite(tmp_path):
 
 def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path):
     file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 1, "reward": 1}\n{"step": 2, "reward": 2}\n'
-                    '{"step": 3, "reward": 3}\n{"step": 4, "rew')  # killed while writing
+    file.write_text(
+        '{"step": 1, "reward": 1}\n{"step": 2, "reward": 2}\n'
+        '{"step": 3, "reward": 3}\n{"step": 4, "rew'
+    )  # killed while writing
     Metrics(tmp_path, report_to="none", first_step=1).flush(2)
     windows = m.read_windows(file)
     assert [window["step"] for window in windows] == [1, 2] and "reward" not in windows[1]
@@ -232,18 +282,25 @@ def test_a_full_disk_costs_lines_not_the_run(tmp_path, capsys):
 def test_trackers_get_finite_values_and_the_step(tmp_path, monkeypatch):
     events = []
     for name in ("trackio", "wandb"):
-        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(
-            init=lambda **kw: events.append((kw["project"], kw["name"], kw["config"])),
-            log=lambda values, step: events.append((values, step)),
-            finish=lambda: events.append("finish")))
+        monkeypatch.setitem(
+            sys.modules,
+            name,
+            types.SimpleNamespace(
+                init=lambda **kw: events.append((kw["project"], kw["name"], kw["config"])),
+                log=lambda values, step: events.append((values, step)),
+                finish=lambda: events.append("finish"),
+            ),
+        )
     metrics = Metrics(tmp_path / "sums", report_to="trackio, wandb", config={"seed": 3})
     metrics.record("reward", 0.5)
     metrics.declare(["entropy"])  # NaN: no point
     metrics.flush(7)
     metrics.close()
     metrics.close()
-    assert events == [("espalier", "sums", {"seed": 3})] * 2 + [({"reward": 0.5}, 7)] * 2 \
-        + ["finish"] * 2
+    assert (
+        events
+        == [("espalier", "sums", {"seed": 3})] * 2 + [({"reward": 0.5}, 7)] * 2 + ["finish"] * 2
+    )
 
 
 def test_a_tracker_that_is_not_installed_is_a_warning(tmp_path, capsys, monkeypatch):
@@ -262,17 +319,29 @@ def test_tensorboard_is_written_if_installed(tmp_path):
     metrics.flush(3)
     metrics.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward")] == [(3, 0.25)]
 
 
 def test_the_console_line_has_the_figures_and_leaves_out_unknown_ones():
-    window = {"reward": 0.6125, "reward_kept": 0.48, "loss": -0.0123, "perf/step_s": 8.44,
-              "perf/wall_clock_trained_tokens_per_s": 1234.4, "sample/staleness_mean": 1.25,
-              "perf/rollout_wait_s": 3.1, "perf/weight_sync_s": NAN}
-    assert m.step_line(7, window, total_steps=20).split() == (
-        "step 7/20 reward 0.613 kept 0.480 loss -0.0123 tok/s 1,234 stale 1.2 wait 3.1s "
-        "sync - of 8.4s").split()
+    window = {
+        "reward": 0.6125,
+        "reward_kept": 0.48,
+        "loss": -0.0123,
+        "perf/step_s": 8.44,
+        "perf/wall_clock_trained_tokens_per_s": 1234.4,
+        "sample/staleness_mean": 1.25,
+        "perf/rollout_wait_s": 3.1,
+        "perf/weight_sync_s": NAN,
+    }
+    assert (
+        m.step_line(7, window, total_steps=20).split()
+        == (
+            "step 7/20 reward 0.613 kept 0.480 loss -0.0123 tok/s 1,234 stale 1.2 wait 3.1s "
+            "sync - of 8.4s"
+        ).split()
+    )
     assert "MFU 38.2%" in m.step_line(7, window | {"perf/fwd_bwd_mfu": 38.2})
     assert m.step_line(7, {}).split() == "step 7 reward - kept - loss nan".split()
     assert "\033[31m" in m.step_line(7, {"loss": NAN}, color=True)  # red
@@ -280,31 +349,64 @@ def test_the_console_line_has_the_figures_and_leaves_out_unknown_ones():
 
 # ---- diagnosis: the spec's lists and tables, row by row -----------------------------------------
 
-STEP = {"perf/step_s": 10.0, "perf/rollout_wait_s": 0.5, "rollout/backpressure_s": NAN,
-        "batch/samples_per_step": 64, "rollout/queue_size": 64, "sample/staleness_mean": 1.0}
+STEP = {
+    "perf/step_s": 10.0,
+    "perf/rollout_wait_s": 0.5,
+    "rollout/backpressure_s": NAN,
+    "batch/samples_per_step": 64,
+    "rollout/queue_size": 64,
+    "sample/staleness_mean": 1.0,
+}
 WAITS = STEP | {"perf/rollout_wait_s": 6.3, "rollout/queue_size": 1}
-SERVER = {"rollout/concurrency": 40, "rollout/concurrency_cap": 100, "rollout/score_s": 2.5,
-          "rollout/vllm_kv_cache_usage_frac": 0.3, "rollout/score_queue_size": 0,
-          "rollout/generated_tokens_per_s": 3200}
+SERVER = {
+    "rollout/concurrency": 40,
+    "rollout/concurrency_cap": 100,
+    "rollout/score_s": 2.5,
+    "rollout/vllm_kv_cache_usage_frac": 0.3,
+    "rollout/score_queue_size": 0,
+    "rollout/generated_tokens_per_s": 3200,
+}
 
 
-@pytest.mark.parametrize("window, said", [
-    (STEP, "balanced: training waited 5% of a step (0.5 of 10.0 s)"),
-    (WAITS | SERVER, "generation-bound: training waited 63% of a step (6.3 of 10.0 s). vLLM makes "
-                     "3,200 tokens/s (40 rollouts in flight, KV cache 30% full)"),
-    (STEP | {"rollout/backpressure_s": 4.0, "rollout/queue_size": 224,
-             "sample/staleness_mean": 3.6},  # 224 / 64 = 3.5 steps
-     "trainer-bound: generation was held back for 4.0 s at a time, the queue holds 3.5 steps, "
-     "staleness is 3.6 of at most 4"),
-    (WAITS | {"rollout/backpressure_s": 4.0}, "max_staleness is too tight: training waited 63%"),
-    (WAITS | SERVER | {"rollout/concurrency": 128, "rollout/concurrency_cap": 128},
-     "max_concurrent_rollouts sets the limit (128 rollouts in flight, KV cache 30% full): raise it "
-     "(now 128)"),
-    (WAITS | SERVER | {"rollout/concurrency": 99, "rollout/vllm_kv_cache_usage_frac": 0.83},
-     "The server's load sets the limit (99 rollouts in flight, cap 100, KV cache 83% full)"),
-    (WAITS | SERVER | {"rollout/score_queue_size": 5},
-     "Scoring lags (5 groups wait, 2.5 s a group)"),
-    ({}, None)])
+@pytest.mark.parametrize(
+    "window, said",
+    [
+        (STEP, "balanced: training waited 5% of a step (0.5 of 10.0 s)"),
+        (
+            WAITS | SERVER,
+            "generation-bound: training waited 63% of a step (6.3 of 10.0 s). vLLM makes "
+            "3,200 tokens/s (40 rollouts in flight, KV cache 30% full)",
+        ),
+        (
+            STEP
+            | {
+                "rollout/backpressure_s": 4.0,
+                "rollout/queue_size": 224,
+                "sample/staleness_mean": 3.6,
+            },  # 224 / 64 = 3.5 steps
+            "trainer-bound: generation was held back for 4.0 s at a time, the queue holds 3.5 "
+            "steps, staleness is 3.6 of at most 4",
+        ),
+        (
+            WAITS | {"rollout/backpressure_s": 4.0},
+            "max_staleness is too tight: training waited 63%",
+        ),
+        (
+            WAITS | SERVER | {"rollout/concurrency": 128, "rollout/concurrency_cap": 128},
+            "max_concurrent_rollouts sets the limit (128 rollouts in flight, KV cache 30% full): "
+            "raise it (now 128)",
+        ),
+        (
+            WAITS | SERVER | {"rollout/concurrency": 99, "rollout/vllm_kv_cache_usage_frac": 0.83},
+            "The server's load sets the limit (99 rollouts in flight, cap 100, KV cache 83% full)",
+        ),
+        (
+            WAITS | SERVER | {"rollout/score_queue_size": 5},
+            "Scoring lags (5 groups wait, 2.5 s a group)",
+        ),
+        ({}, None),
+    ],
+)
 def test_bottleneck_rows(window, said):
     lines = diagnose(window, max_staleness=4, max_concurrent_rollouts=128)
     assert said in lines[0] if said else lines == []
@@ -315,24 +417,40 @@ def groups(dropped, stuck_at, reward, **more):
     return {"frac_reward_zero_std": dropped, "reward_dropped": stuck_at, "reward": reward} | more
 
 
-@pytest.mark.parametrize("now, before, said", [
-    # dropped, reward_dropped, reward
-    (groups(0.1, 0.9, 0.5), {}, "healthy: 10% of groups"),
-    (groups(0.1, NAN, 0.5), {}, "healthy"),
-    (groups(0.4, 0.95, 0.8), groups(0.2, 0.9, 0.5), "saturating at the top: 40%"),
-    (groups(0.9, 0.99, 0.97), {}, "saturating at the top: 90% of groups carry no signal, stuck at "
-                                  "0.99; reward 0.97"),
-    (groups(0.8, 0.02, 0.05), groups(0.8, 0.02, 0.04), "stuck at the bottom: 80%"),
-    (groups(0.8, 0.02, 0.05, **{"completions/clipped_ratio": 0.6}), {},
-     "60% of completions are cut off: raise max_completion_length"),
-    (groups(0.8, 0.02, 0.05, **{"completions/clipped_ratio": 0.01}), {},
-     "read a few and check that the reward function parses them"),
-    (groups(0.7, 0.02, 0.3), groups(0.9, 0.01, 0.1), "hard prompts"),
-    (groups(0.4, 0.3, 0.4, entropy=0.1), groups(0.2, 0.9, 0.8, entropy=0.5),
-     "regression: 40% of groups carry no signal, stuck at 0.30; reward 0.40, was 0.80"),
-    (groups(0.7, 0.5, 0.5), {}, "mixed: 70%"),
-    (groups(0.7, NAN, NAN), {}, "unscored: 70%"),
-    (groups(NAN, NAN, NAN), {}, None)])
+@pytest.mark.parametrize(
+    "now, before, said",
+    [
+        # dropped, reward_dropped, reward
+        (groups(0.1, 0.9, 0.5), {}, "healthy: 10% of groups"),
+        (groups(0.1, NAN, 0.5), {}, "healthy"),
+        (groups(0.4, 0.95, 0.8), groups(0.2, 0.9, 0.5), "saturating at the top: 40%"),
+        (
+            groups(0.9, 0.99, 0.97),
+            {},
+            "saturating at the top: 90% of groups carry no signal, stuck at 0.99; reward 0.97",
+        ),
+        (groups(0.8, 0.02, 0.05), groups(0.8, 0.02, 0.04), "stuck at the bottom: 80%"),
+        (
+            groups(0.8, 0.02, 0.05, **{"completions/clipped_ratio": 0.6}),
+            {},
+            "60% of completions are cut off: raise max_completion_length",
+        ),
+        (
+            groups(0.8, 0.02, 0.05, **{"completions/clipped_ratio": 0.01}),
+            {},
+            "read a few and check that the reward function parses them",
+        ),
+        (groups(0.7, 0.02, 0.3), groups(0.9, 0.01, 0.1), "hard prompts"),
+        (
+            groups(0.4, 0.3, 0.4, entropy=0.1),
+            groups(0.2, 0.9, 0.8, entropy=0.5),
+            "regression: 40% of groups carry no signal, stuck at 0.30; reward 0.40, was 0.80",
+        ),
+        (groups(0.7, 0.5, 0.5), {}, "mixed: 70%"),
+        (groups(0.7, NAN, NAN), {}, "unscored: 70%"),
+        (groups(NAN, NAN, NAN), {}, None),
+    ],
+)
 def test_saturation_rows(now, before, said):
     lines = diagnose(now, before)
     assert said in lines[0] if said else lines == []
@@ -347,16 +465,28 @@ def test_saturation_reads_rewards_against_their_range():
 
 
 def copies(frac, entropy, length=100):
-    return {"completions/duplicate_frac": frac, "entropy": entropy, "reward": 0.4,
-            "completions/mean_length": length}
+    return {
+        "completions/duplicate_frac": frac,
+        "entropy": entropy,
+        "reward": 0.4,
+        "completions/mean_length": length,
+    }
 
 
-@pytest.mark.parametrize("now, before, said", [
-    (copies(0.02, 0.5), copies(0.02, 0.6), None),
-    (copies(0.30, 0.5, length=2), {}, None),  # two tokens, 1 nat: repeats by chance
-    (copies(0.87, 0.5), copies(0.02, 0.5), "sampling is not random: 87%"),  # 7/8 is every one
-    (copies(0.87, 0.01), copies(0.70, 0.05), "collapse: 87% of rollouts repeat another, was 70%"),
-    (copies(0.30, 0.2), copies(0.10, 0.5), "entropy fell from 0.500 to 0.200")])
+@pytest.mark.parametrize(
+    "now, before, said",
+    [
+        (copies(0.02, 0.5), copies(0.02, 0.6), None),
+        (copies(0.30, 0.5, length=2), {}, None),  # two tokens, 1 nat: repeats by chance
+        (copies(0.87, 0.5), copies(0.02, 0.5), "sampling is not random: 87%"),  # 7/8 is every one
+        (
+            copies(0.87, 0.01),
+            copies(0.70, 0.05),
+            "collapse: 87% of rollouts repeat another, was 70%",
+        ),
+        (copies(0.30, 0.2), copies(0.10, 0.5), "entropy fell from 0.500 to 0.200"),
+    ],
+)
 def test_duplicate_rows(now, before, said):
     lines = diagnose(now, before, num_generations=8)
     assert said in lines[0] if said else lines == []
@@ -383,14 +513,17 @@ def test_metrics_diagnose_reads_the_newest_windows(tmp_path):
 
 def table(heading):
     section = (ROOT / "METRICS.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
-    rows = [line.strip().strip("|").split(" | ") for line in section.splitlines()
-            if line.startswith("| `")]
+    rows = [
+        line.strip().strip("|").split(" | ")
+        for line in section.splitlines()
+        if line.startswith("| `")
+    ]
     assert all(len(row) == 6 for row in rows), [row for row in rows if len(row) != 6]
     return {row[0].strip(" `"): [cell.strip(" `|") for cell in row[1:]] for row in rows}
 
 
 SPEC, OURS = table("Names of the specification"), table("Names of our own")
-FILES = ["grpo.py", "rollout.py", "chat.py", "model.py", "packing.py", "loss.py", "sync.py"]
+FILES = ["grpo.py", "feed.py", "rollout.py", "planner.py", "loss.py", "sync.py"]
 
 
 def test_the_table_and_the_code_name_the_same_metrics():
@@ -467,8 +600,10 @@ def test_plot_leaves_out_panels_without_data_and_survives_one_step(tmp_path):
 
 def test_seeds_of_one_setup_share_a_band(tmp_path):
     pytest.importorskip("matplotlib")
-    runs = [write_run(tmp_path / name, synthetic_run(steps=20, seed=seed)) for seed, name in
-            enumerate(["fast-seed0", "fast-seed1", "slow"])]
+    runs = [
+        write_run(tmp_path / name, synthetic_run(steps=20, seed=seed))
+        for seed, name in enumerate(["fast-seed0", "fast-seed1", "slow"])
+    ]
     setups = plot.by_setup([plot.load(run) for run in runs])
     assert {name: len(seeds) for name, seeds in setups.items()} == {"fast": 2, "slow": 1}
     plot.main([*runs, "-o", str(tmp_path / "both.png")])
@@ -485,11 +620,19 @@ def test_curves_interpolate_within_a_run_only():
 
 
 def test_time_parts_add_up_to_the_step():
-    window = {"step": 1, "perf/step_s": 10.0, "perf/rollout_wait_s": 4.0, "perf/fwd_bwd_s": 3.0,
-              "perf/weight_sync_s": NAN}
+    window = {
+        "step": 1,
+        "perf/step_s": 10.0,
+        "perf/rollout_wait_s": 4.0,
+        "perf/fwd_bwd_s": 3.0,
+        "perf/weight_sync_s": NAN,
+    }
     parts = plot.time_parts([[window]])[1]
     assert {label: seconds.tolist() for label, seconds in parts.items()} == {
-        "wait": [4.0], "fwd+bwd": [3.0], "other": [3.0]}
+        "wait": [4.0],
+        "fwd+bwd": [3.0],
+        "other": [3.0],
+    }
 
 
 def test_text_shows_the_course_and_the_diagnosis(tmp_path, capsys):

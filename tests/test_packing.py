@@ -1,8 +1,9 @@
-"""packing.py against brute force: masks by definition, log-probs and gradients by forwarding each
-sample alone.
+"""Packing, attention and planner against brute force: masks by definition, log-probs and gradients
+by forwarding each sample alone.
 
 CPU, float32, tiny models. Samples are drawn so that they fork, repeat and prefix one another.
 """
+
 import dataclasses
 import threading
 import time
@@ -14,8 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import packing
-from packing import END, Plan, Planner, Row, TreeMask, bucket, pack_row, plan_steps
+import attention
+import planner
+from attention import TreeMask
+from packing import Row, bucket, pack_row
+from planner import END, Plan, Planner, plan_steps
 
 VOCAB = 11
 quick = settings(max_examples=150, deadline=None, database=None)
@@ -24,6 +28,7 @@ quick = settings(max_examples=150, deadline=None, database=None)
 @dataclasses.dataclass
 class Sample:
     """The fields of chat.Sample that packing reads."""
+
     input_ids: np.ndarray
     trained: np.ndarray
     sampler_log_probs: np.ndarray
@@ -44,8 +49,14 @@ def make(ids, trained=None, group=0, k=0, advantage=1.0):
     trained = np.arange(len(ids)) > 0 if trained is None else np.array(trained, bool)
     n = int(trained.sum())
     return Sample(
-        ids, trained, np.float32(-np.arange(len(ids)) / 100 - advantage),
-        np.zeros((n, k), np.int32), np.zeros((n, k), np.float32), advantage, group)
+        ids,
+        trained,
+        np.float32(-np.arange(len(ids)) / 100 - advantage),
+        np.zeros((n, k), np.int32),
+        np.zeros((n, k), np.float32),
+        advantage,
+        group,
+    )
 
 
 @st.composite
@@ -57,10 +68,11 @@ def forests(draw, max_samples=6, max_tokens=9, tokens=4):
         head = []
         if samples and draw(st.booleans()):
             earlier = draw(st.sampled_from(samples)).input_ids.tolist()
-            head = earlier[:draw(st.integers(1, len(earlier)))]
+            head = earlier[: draw(st.integers(1, len(earlier)))]
         ids = (head + tail) or [0]
-        trained = [False] + draw(st.lists(
-            st.booleans(), min_size=len(ids) - 1, max_size=len(ids) - 1))
+        trained = [False] + draw(
+            st.lists(st.booleans(), min_size=len(ids) - 1, max_size=len(ids) - 1)
+        )
         samples.append(make(ids, trained, group=i % 2, advantage=1.0 + i))
     return samples
 
@@ -97,8 +109,13 @@ def test_the_two_rollouts_of_the_specification():
     # where the samples differ: p3 is shared, predicts a1 and b1, and 7 tokens remain.
     p1, p2, p3, a1, a2, b1, b2 = range(7)
     trained = [False, False, False, True, True]
-    row = pack_row([make([p1, p2, p3, a1, a2], trained, advantage=1.0),
-                    make([p1, p2, p3, b1, b2], trained, advantage=-1.0)], token_budget=7)
+    row = pack_row(
+        [
+            make([p1, p2, p3, a1, a2], trained, advantage=1.0),
+            make([p1, p2, p3, b1, b2], trained, advantage=-1.0),
+        ],
+        token_budget=7,
+    )
     assert row.input_ids.tolist() == [p1, p2, p3, a1, a2, b1, b2]
     assert row.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 4]
     assert row.end.tolist() == [7, 7, 7, 5, 5, 7, 7]
@@ -117,25 +134,34 @@ def test_the_two_rollouts_of_the_specification():
 @given(forests(), st.integers(0, 3))
 def test_row_is_the_trie_of_its_samples(samples, padding):
     row = pack_row(samples, 100, lambda n: n + padding)
-    prefixes = {tuple(s.input_ids[:t + 1]) for s in samples for t in range(len(s.input_ids))}
+    prefixes = {tuple(s.input_ids[: t + 1]) for s in samples for t in range(len(s.input_ids))}
     assert row.n_tokens == len(prefixes) and len(row.end) == row.n_tokens + padding
     assert row.raw_tokens == sum(len(s.input_ids) for s in samples)
     visible = mask_of(row)
     assert (visible == visible_by_definition(row)).all()
-    assert row.visible_pairs == visible[:row.n_tokens].sum() == row.pairs()
+    assert row.visible_pairs == visible[: row.n_tokens].sum() == row.pairs()
     for window in (1, 2, 5):
-        assert row.pairs(window) == visible_by_definition(row, window)[:row.n_tokens].sum()
+        assert row.pairs(window) == visible_by_definition(row, window)[: row.n_tokens].sum()
     # every position sees exactly one prefix, and no two the same
     spelled = [tuple(row.input_ids[visible[q]]) for q in range(row.n_tokens)]
     assert set(spelled) == prefixes and len(spelled) == len(prefixes)
     assert all(row.position_ids[q] == len(spelled[q]) - 1 for q in range(row.n_tokens))
     # each trained token is predicted where its own history ends, in order
-    terms = [(spelled[p], t, i, lp, a) for p, t, i, lp, a in zip(
-        row.term_positions, row.term_targets, row.term_samples, row.sampler_log_probs,
-        row.advantages)]
+    terms = [
+        (spelled[p], t, i, lp, a)
+        for p, t, i, lp, a in zip(
+            row.term_positions,
+            row.term_targets,
+            row.term_samples,
+            row.sampler_log_probs,
+            row.advantages,
+        )
+    ]
     assert terms == [
         (tuple(s.input_ids[:t]), s.input_ids[t], i, s.sampler_log_probs[t], s.advantage)
-        for i, s in enumerate(samples) for t in np.flatnonzero(s.trained)]
+        for i, s in enumerate(samples)
+        for t in np.flatnonzero(s.trained)
+    ]
 
 
 @quick
@@ -151,7 +177,10 @@ def test_fits_and_cost_say_what_add_does(samples, budget):
         if row.fits(sample):
             row.add(sample)
             assert (row.n_tokens, row.n_terms, row.cost) == (
-                grown.n_tokens, grown.n_terms, grown.cost)
+                grown.n_tokens,
+                grown.n_terms,
+                grown.cost,
+            )
         else:
             with pytest.raises(ValueError, match=f"token_budget={budget}"):
                 row.add(sample)
@@ -178,7 +207,8 @@ def test_candidates_and_sets_follow_their_terms():
     assert torch.equal(row.top_log_probs.nan_to_num(9), expected.nan_to_num(9))
     assert row.set_ids.tolist() == [2, 9, 3, 4, 8] and row.set_offsets.tolist() == [0, 2, 3, 5]
     assert {x.dtype for x in (row.top_ids, row.set_ids, row.set_offsets, row.input_ids)} == {
-        torch.int64}
+        torch.int64
+    }
     with pytest.raises(ValueError, match="no candidate set"):
         pack_row([a, make([1, 2])], 8)
 
@@ -200,15 +230,18 @@ def broken(**changes):
     return dataclasses.replace(make([1, 2, 3]), **changes)
 
 
-@pytest.mark.parametrize("sample, complaint", [
-    (make([]), "no tokens"),
-    (broken(trained=np.array([True, True, False])), "first token"),
-    (broken(trained=np.array([False, True])), "trained has length 2 instead of 3"),
-    (broken(sampler_log_probs=np.zeros(2, np.float32)), "sampler_log_probs has length 2"),
-    (broken(top_ids=np.zeros((3, 0), np.int32)), "top_ids has length 3 instead of 2"),
-    (broken(set_offsets=np.zeros(2, np.int32)), "set_offsets has length 2 instead of 3"),
-    (broken(advantage=float("nan")), "advantage nan"),
-])
+@pytest.mark.parametrize(
+    "sample, complaint",
+    [
+        (make([]), "no tokens"),
+        (broken(trained=np.array([True, True, False])), "first token"),
+        (broken(trained=np.array([False, True])), "trained has length 2 instead of 3"),
+        (broken(sampler_log_probs=np.zeros(2, np.float32)), "sampler_log_probs has length 2"),
+        (broken(top_ids=np.zeros((3, 0), np.int32)), "top_ids has length 3 instead of 2"),
+        (broken(set_offsets=np.zeros(2, np.int32)), "set_offsets has length 2 instead of 3"),
+        (broken(advantage=float("nan")), "advantage nan"),
+    ],
+)
 def test_a_malformed_sample_is_named(sample, complaint):
     with pytest.raises(ValueError, match=complaint):
         Row(9).add(sample)
@@ -244,24 +277,31 @@ def test_empty_row_and_short_padding_are_refused():
 
 
 @quick
-@given(forests(max_samples=8, max_tokens=12), st.integers(0, 5),
-       st.sampled_from([None, 1, 2, 3, 7]),
-       st.sampled_from([(4, 4), (2, 8), (8, 2), (3, 5), (64, 64)]))
+@given(
+    forests(max_samples=8, max_tokens=12),
+    st.integers(0, 5),
+    st.sampled_from([None, 1, 2, 3, 7]),
+    st.sampled_from([(4, 4), (2, 8), (8, 2), (3, 5), (64, 64)]),
+)
 def test_block_summaries_against_the_mask(samples, padding, window, block_size):
     row = pack_row(samples, 200, lambda n: n + padding)
-    some, full = packing.block_summary(row.end, row.position_ids, block_size, window)
+    some, full = attention.block_summary(row.end, row.position_ids, block_size, window)
     visible, (bq, bk) = mask_of(row, window), block_size
     for i in range(some.shape[0]):
         for j in range(some.shape[1]):
-            block = visible[i * bq:(i + 1) * bq, j * bk:(j + 1) * bk]
+            block = visible[i * bq : (i + 1) * bq, j * bk : (j + 1) * bk]
             assert full[i, j] == block.all()
             assert some[i, j] == block.any() if window is None else some[i, j] >= block.any()
     assert (some >= full).all()
 
 
 @quick
-@given(forests(max_samples=8, max_tokens=12), st.integers(0, 5), st.sampled_from([None, 1, 3, 7]),
-       st.sampled_from([1, 4, 16]))
+@given(
+    forests(max_samples=8, max_tokens=12),
+    st.integers(0, 5),
+    st.sampled_from([None, 1, 3, 7]),
+    st.sampled_from([1, 4, 16]),
+)
 def test_chunks_are_the_mask(samples, padding, window, chunk):
     row = pack_row(samples, 200, lambda n: n + padding)
     mask = TreeMask(row)
@@ -272,8 +312,20 @@ def test_chunks_are_the_mask(samples, padding, window, chunk):
     assert (rebuilt == mask_of(row, window)).all()
 
 
-def varlen_by_loops(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                    softmax_scale, causal, window_size=(-1, -1), softcap=0.0):
+def varlen_by_loops(
+    q,
+    k,
+    v,
+    *,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    softmax_scale,
+    causal,
+    window_size=(-1, -1),
+    softcap=0.0,
+):
     """flash-attn's varlen function: causal, the queries are the last of the keys' positions."""
     assert causal
     out = torch.empty_like(q)
@@ -294,21 +346,27 @@ def varlen_by_loops(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_se
 
 def attention_inputs(size, heads=4, kv_heads=2, dim=16):
     generator = torch.Generator().manual_seed(size)
-    return [torch.randn(1, size, n, dim, generator=generator).transpose(1, 2)
-            for n in (heads, kv_heads, kv_heads)]
+    return [
+        torch.randn(1, size, n, dim, generator=generator).transpose(1, 2)
+        for n in (heads, kv_heads, kv_heads)
+    ]
 
 
 @settings(max_examples=60, deadline=None, database=None)
-@given(forests(max_samples=8, max_tokens=12), st.integers(0, 5), st.sampled_from([None, 1, 3, 7]),
-       st.sampled_from([None, 2.0]))
+@given(
+    forests(max_samples=8, max_tokens=12),
+    st.integers(0, 5),
+    st.sampled_from([None, 1, 3, 7]),
+    st.sampled_from([None, 2.0]),
+)
 def test_gathered_keys_give_the_dense_result(samples, padding, window, softcap):
     row = pack_row(samples, 200, lambda n: n + padding)
     q, k, v = attention_inputs(len(row.end))
     options = dict(scaling=0.3, sliding_window=window, softcap=softcap)
-    dense = packing.tree_attention(None, q, k, v, tree=TreeMask(row), **options)[0]
+    dense = attention.tree_attention(None, q, k, v, tree=TreeMask(row), **options)[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "_varlen_kernel", lambda: varlen_by_loops)
-        gathered = packing._varlen(q, k, v, TreeMask(row).paths(), 0.3, window, softcap)
+        patch.setattr(attention, "_varlen_kernel", lambda: varlen_by_loops)
+        gathered = attention._varlen(q, k, v, TreeMask(row).paths(), 0.3, window, softcap)
     n = row.n_tokens  # padding is one more segment there, so it sees more than itself
     torch.testing.assert_close(gathered.transpose(1, 2)[:, :n], dense[:, :n], rtol=1e-5, atol=1e-5)
 
@@ -318,8 +376,10 @@ def large_row(n_groups=2, group_size=3, prompt=270, completion=50, pad=bucket):
     samples = []
     for group in range(n_groups):
         head = rng.integers(0, VOCAB, prompt)
-        samples += [make([*head, *rng.integers(0, VOCAB, completion + 5 * i)], group=group)
-                    for i in range(group_size)]
+        samples += [
+            make([*head, *rng.integers(0, VOCAB, completion + 5 * i)], group=group)
+            for i in range(group_size)
+        ]
     return pack_row(samples, 10_000, pad)
 
 
@@ -330,8 +390,10 @@ def flex_gradients_on_cpu(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("window, softcap, sinks", [
-    (None, None, False), (60, None, False), (None, 2.0, False), (60, 2.0, True)])
+@pytest.mark.parametrize(
+    "window, softcap, sinks",
+    [(None, None, False), (60, None, False), (None, 2.0, False), (60, 2.0, True)],
+)
 def test_flex_attention_gives_the_dense_result(flex_gradients_on_cpu, window, softcap, sinks):
     row, results = large_row(), []
     block_mask = TreeMask(row).block_mask(window)
@@ -342,9 +404,14 @@ def test_flex_attention_gives_the_dense_result(flex_gradients_on_cpu, window, so
         inputs = attention_inputs(len(row.end))
         inputs.append(torch.tensor([-1.0, 0.0, 1.0, 3.0]))
         inputs = [x.detach().requires_grad_() for x in inputs]
-        out, _ = packing.tree_attention(
-            None, *inputs[:3], tree=TreeMask(row, backend), sliding_window=window, softcap=softcap,
-            s_aux=inputs[3] if sinks else None)
+        out, _ = attention.tree_attention(
+            None,
+            *inputs[:3],
+            tree=TreeMask(row, backend),
+            sliding_window=window,
+            softcap=softcap,
+            s_aux=inputs[3] if sinks else None,
+        )
         upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
         gradients = torch.autograd.grad(out, inputs if sinks else inputs[:3], upstream)
         results.append([out, *gradients])
@@ -358,8 +425,9 @@ def test_block_mask_is_what_create_block_mask_makes():
     row = large_row(pad=lambda n: bucket(n) + 100)  # not a multiple of the block
     for size in ((128, 128), (256, 128), (128, 64)):
         ours = TreeMask(row, "flex").block_mask(None, size)
-        theirs = create_block_mask(ours.mask_mod, None, None, len(row.end), len(row.end),
-                                   device="cpu", BLOCK_SIZE=size)
+        theirs = create_block_mask(
+            ours.mask_mod, None, None, len(row.end), len(row.end), device="cpu", BLOCK_SIZE=size
+        )
         assert torch.equal(ours.to_dense(), theirs.to_dense())
         for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
@@ -371,17 +439,28 @@ def test_block_mask_is_what_create_block_mask_makes():
 
 
 def test_backends_are_chosen_by_device_head_dim_and_sinks():
-    def choose(backend="auto", device="cuda", flash=True, dim=128, dtype=torch.bfloat16,
-               sinks=False):
-        return packing.choose_backend(backend, device_type=device, flash_ok=flash, head_dim=dim,
-                                      dtype=dtype, sinks=sinks)
+    def choose(
+        backend="auto", device="cuda", flash=True, dim=128, dtype=torch.bfloat16, sinks=False
+    ):
+        return attention.choose_backend(
+            backend, device_type=device, flash_ok=flash, head_dim=dim, dtype=dtype, sinks=sinks
+        )
+
     assert choose() == choose(dim=64) == "flash"
     assert choose(device="cpu", flash=False, dtype=torch.float32) == "sdpa"
-    assert {choose(flash=False), choose(dim=256), choose(dtype=torch.float32),
-            choose(sinks=True)} == {"flex"}
+    assert {
+        choose(flash=False),
+        choose(dim=256),
+        choose(dtype=torch.float32),
+        choose(sinks=True),
+    } == {"flex"}
     assert choose("varlen") == "varlen" and choose("sdpa") == "sdpa" and choose("flash") == "flash"
-    for forced in (dict(backend="flash", flash=False), dict(backend="varlen", sinks=True),
-                   dict(backend="flash", sinks=True), dict(backend="varlen", dtype=torch.float32)):
+    for forced in (
+        dict(backend="flash", flash=False),
+        dict(backend="varlen", sinks=True),
+        dict(backend="flash", sinks=True),
+        dict(backend="varlen", dtype=torch.float32),
+    ):
         with pytest.raises(ValueError, match=f"attention={forced['backend']}"):
             choose(**forced)
     with pytest.raises(ValueError, match="choose auto, flash"):
@@ -390,7 +469,8 @@ def test_backends_are_chosen_by_device_head_dim_and_sinks():
 
 def test_windows_of_a_models_layers():
     def windows(**config):
-        return packing.layer_windows(types.SimpleNamespace(model_type="some", **config))
+        return attention.layer_windows(types.SimpleNamespace(model_type="some", **config))
+
     full, sliding = "full_attention", "sliding_attention"
     assert windows() == windows(sliding_window=None) == [None]  # Llama
     assert windows(sliding_window=4096) == [4096]  # Mistral
@@ -407,25 +487,47 @@ def tiny(kind):
     """A model of the family, and its twin with the same weights and transformers' attention."""
     import transformers as tf
 
-    packing.register_attention()
+    attention.register_attention()
     shared = dict(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=128,
-        pad_token_id=0, bos_token_id=None, eos_token_id=None)
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     configs = {
         "llama": lambda: tf.LlamaConfig(**shared, tie_word_embeddings=True),
         "qwen3": lambda: tf.Qwen3Config(**shared),
         "mistral": lambda: tf.MistralConfig(**shared, sliding_window=4),
         "gemma2": lambda: tf.Gemma2Config(
-            **shared, sliding_window=4, attn_logit_softcapping=3.0, final_logit_softcapping=None,
-            query_pre_attn_scalar=8, layer_types=["sliding_attention", "full_attention"]),
+            **shared,
+            sliding_window=4,
+            attn_logit_softcapping=3.0,
+            final_logit_softcapping=None,
+            query_pre_attn_scalar=8,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
         "gpt_oss": lambda: tf.GptOssConfig(
-            **shared, sliding_window=4, num_local_experts=2, num_experts_per_tok=1,
+            **shared,
+            sliding_window=4,
+            num_local_experts=2,
+            num_experts_per_tok=1,
             rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-            layer_types=["sliding_attention", "full_attention"])}
-    models = [tf.AutoModelForCausalLM.from_config(
-        configs[kind](), attn_implementation=attention, experts_implementation="eager").eval()
-        for attention in (packing.ATTENTION, "eager")]
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+    }
+    models = [
+        tf.AutoModelForCausalLM.from_config(
+            configs[kind](), attn_implementation=attention, experts_implementation="eager"
+        ).eval()
+        for attention in (attention.ATTENTION, "eager")
+    ]
     torch.manual_seed(0)
     for parameter in models[0].parameters():
         torch.nn.init.normal_(parameter, std=0.4)
@@ -434,8 +536,12 @@ def tiny(kind):
 
 
 def logits_of(model, row, tree):
-    return model(input_ids=row.input_ids[None], position_ids=row.position_ids[None],
-                 use_cache=False, tree=tree).logits
+    return model(
+        input_ids=row.input_ids[None],
+        position_ids=row.position_ids[None],
+        use_cache=False,
+        tree=tree,
+    ).logits
 
 
 def score(logits, positions, targets, weights):
@@ -459,9 +565,12 @@ def check_exactness(models, samples, padding, chunk=256):
     for sample in samples:
         trained, ids = np.flatnonzero(sample.trained), torch.from_numpy(sample.input_ids).long()
         if len(trained):
-            log_probs, loss = score(reference(input_ids=ids[None], use_cache=False).logits,
-                                    trained - 1, sample.input_ids[trained].astype(np.int64),
-                                    weights[first:first + len(trained)])
+            log_probs, loss = score(
+                reference(input_ids=ids[None], use_cache=False).logits,
+                trained - 1,
+                sample.input_ids[trained].astype(np.int64),
+                weights[first : first + len(trained)],
+            )
             loss.backward()
             separate.append(log_probs)
             first += len(trained)
@@ -469,17 +578,24 @@ def check_exactness(models, samples, padding, chunk=256):
     if not separate:
         return
     torch.testing.assert_close(packed, torch.cat(separate), rtol=1e-5, atol=1e-5)
-    gradients = [{n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-                 for model in models]
+    gradients = [
+        {n: p.grad for n, p in model.named_parameters() if p.grad is not None} for model in models
+    ]
     assert gradients[0].keys() >= gradients[1].keys()
     largest = max(float(g.abs().max()) for g in gradients[1].values())
     for name, gradient in gradients[1].items():
-        torch.testing.assert_close(gradients[0][name], gradient, rtol=1e-5,
-                                   atol=1e-5 * max(1.0, largest), msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            gradients[0][name],
+            gradient,
+            rtol=1e-5,
+            atol=1e-5 * max(1.0, largest),
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
 
 
-@pytest.mark.parametrize("kind, tries", [
-    ("llama", 80), ("qwen3", 30), ("mistral", 30), ("gemma2", 60), ("gpt_oss", 40)])
+@pytest.mark.parametrize(
+    "kind, tries", [("llama", 80), ("qwen3", 30), ("mistral", 30), ("gemma2", 60), ("gpt_oss", 40)]
+)
 def test_packed_log_probs_and_gradients_equal_separate_forwards(kind, tries):
     models = tiny(kind)
 
@@ -498,10 +614,20 @@ def test_exactness_on_the_named_shapes():
         "one token": [[1], [1], prompt],
         "a prefix of another": [prompt + [6, 7, 8], prompt + [6], prompt],
         "shared system prompt": [
-            system + [4, 5], system + [4, 6], system + [7, 8], system + [7, 9]],
-        "multi-turn forks": [prompt + [6], prompt + [6, 7, 8], prompt + [6, 7, 9, 10],
-                             prompt + [6, 7, 9, 2], prompt + [2]],
-        "nothing shared": [[1, 2, 3], [2, 3, 4], [3, 4, 5]]}
+            system + [4, 5],
+            system + [4, 6],
+            system + [7, 8],
+            system + [7, 9],
+        ],
+        "multi-turn forks": [
+            prompt + [6],
+            prompt + [6, 7, 8],
+            prompt + [6, 7, 9, 10],
+            prompt + [6, 7, 9, 2],
+            prompt + [2],
+        ],
+        "nothing shared": [[1, 2, 3], [2, 3, 4], [3, 4, 5]],
+    }
     models = tiny("llama")
     for samples in shapes.values():
         check_exactness(models, [make(ids, group=0) for ids in samples], padding=0)
@@ -526,9 +652,9 @@ def test_attention_refuses_what_it_cannot_do():
     q, k, v = attention_inputs(4)
     row = pack_row([make([1, 2, 3, 4])], 8)
     with pytest.raises(ValueError, match="tree=TreeMask"):
-        packing.tree_attention(None, q, k, v)
+        attention.tree_attention(None, q, k, v)
     with pytest.raises(ValueError, match="dropout is 0.1"):
-        packing.tree_attention(None, q, k, v, tree=TreeMask(row), dropout=0.1)
+        attention.tree_attention(None, q, k, v, tree=TreeMask(row), dropout=0.1)
 
 
 def test_compiled_layers_are_traced_once_for_rows_of_one_length(flex_gradients_on_cpu):
@@ -559,8 +685,13 @@ def test_compiled_layers_are_traced_once_for_rows_of_one_length(flex_gradients_o
 
 
 def plan(samples, budget=20, world=1, accumulation=1, **options):
-    return plan_steps(samples, token_budget=budget, world_size=world,
-                      gradient_accumulation_steps=accumulation, **options)
+    return plan_steps(
+        samples,
+        token_budget=budget,
+        world_size=world,
+        gradient_accumulation_steps=accumulation,
+        **options,
+    )
 
 
 def rows_of(plans):
@@ -593,12 +724,14 @@ def test_plans_lose_nothing_and_keep_every_limit(samples, budget, world, accumul
         plans = list(plan(samples, budget, world, accumulation, is_stale=is_stale))
     except ValueError as error:
         assert "smaller than every one" in str(error)
-        assert all(len(s.input_ids) > budget or not s.trained.any() or id(s) in stale
-                   for s in samples)
+        assert all(
+            len(s.input_ids) > budget or not s.trained.any() or id(s) in stale for s in samples
+        )
         return
     placed = [s for p in plans for row in p.rows for s in row.samples]
-    wanted = [s for s in samples
-              if len(s.input_ids) <= budget and s.trained.any() and id(s) not in stale]
+    wanted = [
+        s for s in samples if len(s.input_ids) <= budget and s.trained.any() and id(s) not in stale
+    ]
     assert {id(s) for s in placed} == {id(s) for s in wanted} and len(placed) == len(wanted)
     if plans:
         dropped = sum((p.dropped for p in plans), start=plans[0].dropped.__class__())
@@ -613,10 +746,11 @@ def test_plans_lose_nothing_and_keep_every_limit(samples, budget, world, accumul
                 assert row.samples and max(row.n_tokens, row.n_terms) <= budget
                 assert row.n_terms or (last and batch is p.micro_batches[-1])
         assert p.n_trained == [sum(row.n_terms for row in batch) for batch in p.micro_batches]
-        for name, value, weight in packing.batch_metrics(p, budget, bucket):
+        for name, value, weight in planner.batch_metrics(p, budget, bucket):
             assert np.isfinite(value) and weight > 0, name
         assert [p.samples(rank) for rank in range(world)] == [
-            [batch[rank].samples for batch in p.micro_batches] for rank in range(world)]
+            [batch[rank].samples for batch in p.micro_batches] for rank in range(world)
+        ]
 
 
 def test_a_group_stays_in_its_row_and_new_groups_go_to_the_cheapest():
@@ -688,10 +822,10 @@ def test_oversize_and_untrained_samples_are_counted_drops(caplog, monkeypatch):
     assert rows_of([step]) == [[[[good]]]]
     assert step.dropped == {"oversize": 2, "untrained": 1}
     assert "dropped 2 samples longer than token_budget=8" in caplog.text
-    metrics = {name: value for name, value, _ in packing.batch_metrics(step, 8)}
+    metrics = {name: value for name, value, _ in planner.batch_metrics(step, 8)}
     assert metrics["batch/dropped_oversize_count"] == 2
     # nor is a run that ends with one, or has many in the long run, an error
-    monkeypatch.setattr(packing, "OVERSIZE_LIMIT", 3)
+    monkeypatch.setattr(planner, "OVERSIZE_LIMIT", 3)
     plans = list(plan([long, long, make([1] * 8), make([2] * 8)] * 3 + [long, long], budget=8))
     assert [p.n_samples for p in plans] == [1] * 6
 
@@ -704,7 +838,7 @@ def test_a_budget_below_every_sample_is_an_error_not_an_endless_wait(monkeypatch
         while True:
             yield make(range(9))
 
-    monkeypatch.setattr(packing, "OVERSIZE_LIMIT", 30)
+    monkeypatch.setattr(planner, "OVERSIZE_LIMIT", 30)
     with pytest.raises(ValueError, match="last 30 samples"):
         next(plan(endless(), budget=4))
     with pytest.raises(ValueError, match="token_budget=1"):
@@ -715,17 +849,32 @@ def test_batch_metrics_of_a_hand_made_step():
     # row 0: prompt 1 2 with completions 3 and 4 -> 4 unique of 6 tokens, 1 + 2 + 3 + 3 = 9 pairs;
     # row 1: 5 6 7, all but the first trained -> 3 tokens, 6 pairs
     trained = [False, False, True]
-    (step,) = plan([make([1, 2, 3], trained, group=1), make([5, 6, 7], group=2),
-                    make([1, 2, 4], trained, group=1)], budget=8, world=2)
-    records = {n: (v, w) for n, v, w in packing.batch_metrics(step, 8, lambda n: 4)}
+    (step,) = plan(
+        [
+            make([1, 2, 3], trained, group=1),
+            make([5, 6, 7], group=2),
+            make([1, 2, 4], trained, group=1),
+        ],
+        budget=8,
+        world=2,
+    )
+    records = {n: (v, w) for n, v, w in planner.batch_metrics(step, 8, lambda n: 4)}
     assert records == {
-        "batch/forwarded_tokens_per_step": (7, 1), "batch/trained_tokens_per_step": (4, 1),
-        "batch/samples_per_step": (3, 1), "batch/groups_per_step": (2, 1),
-        "batch/microbatches_per_step": (1, 1), "batch/masked_token_frac": (5 / 9, 9),
-        "batch/samples_per_row": (1.5, 2), "batch/row_tokens_mean": (3.5, 2),
-        "batch/row_tokens_max": (4, 1), "batch/row_fill_frac": (7 / 16, 2),
-        "batch/packing_ratio": (9 / 7, 7), "batch/pad_frac": (1 / 8, 8),
-        "batch/dropped_oversize_count": (0, 1), "batch/row_imbalance": (9 / 7.5, 1)}
+        "batch/forwarded_tokens_per_step": (7, 1),
+        "batch/trained_tokens_per_step": (4, 1),
+        "batch/samples_per_step": (3, 1),
+        "batch/groups_per_step": (2, 1),
+        "batch/microbatches_per_step": (1, 1),
+        "batch/masked_token_frac": (5 / 9, 9),
+        "batch/samples_per_row": (1.5, 2),
+        "batch/row_tokens_mean": (3.5, 2),
+        "batch/row_tokens_max": (4, 1),
+        "batch/row_fill_frac": (7 / 16, 2),
+        "batch/packing_ratio": (9 / 7, 7),
+        "batch/pad_frac": (1 / 8, 8),
+        "batch/dropped_oversize_count": (0, 1),
+        "batch/row_imbalance": (9 / 7.5, 1),
+    }
 
 
 # ---------------------------------------------------------------- the planner's thread
@@ -740,12 +889,14 @@ def source(samples, pulled=None):
         if pulled is not None and sample is not END:
             pulled.append(sample)
         return sample
+
     return pull
 
 
 def start(pull, **options):
-    return Planner(pull, **{**dict(token_budget=12, world_size=1, gradient_accumulation_steps=1),
-                            **options})
+    return Planner(
+        pull, **{**dict(token_budget=12, world_size=1, gradient_accumulation_steps=1), **options}
+    )
 
 
 def test_planner_hands_out_every_step_then_none():

@@ -27,7 +27,10 @@ from conftest import free_port, make_tokenizer
 
 import chat
 import rollout
-from rollout import RolloutLoop, Task
+import tasks
+from rollout import RolloutLoop
+from tasks import Task
+from worker import RolloutWorker
 
 EOS = 2
 OPTIONS = dict(
@@ -175,8 +178,8 @@ class Run:
     """RolloutLoop with its messages: samples, records by name, ids of dropped groups."""
 
     def __init__(self, server, rows, *funcs, loop=None, start_index=0, **options):
-        self.shared = [0] * rollout._N_SLOTS
-        self.shared[rollout._ALLOWANCE] = 10**9
+        self.shared = [0] * len(rollout.Slot)
+        self.shared[rollout.Slot.ALLOWANCE] = 10**9
         self.samples, self.records, self.dropped = [], collections.defaultdict(list), []
         self.done = False
         options = OPTIONS | {"vllm_server_base_url": server.url} | options
@@ -267,11 +270,11 @@ def test_streaming_dataset_is_read_once_an_epoch(server):
 
 def test_datasets_of_the_hub_library(server):
     rows = datasets.Dataset.from_list(prompts(3))
-    rollout.check_task(Task(rows, (plus_answer,)))
+    tasks.check_task(Task(rows, (plus_answer,)))
     run = Run(server, rows, first_number, plus_answer).to_the_end()
     assert run.row_indices() == [0, 1, 2]
     stream = rows.to_iterable_dataset().shuffle(seed=0, buffer_size=3)
-    rollout.check_task(Task(stream, (plus_answer,)))
+    tasks.check_task(Task(stream, (plus_answer,)))
     run = Run(server, stream, first_number, plus_answer, num_train_epochs=2).to_the_end()
     assert len(run.samples) == 24
 
@@ -295,7 +298,7 @@ def test_sample_holds_the_sampled_ids_their_numbers_and_the_version_of_each_toke
 def test_every_sampling_parameter_is_sent_and_every_seed_is_new(server, has_generate):
     server.has_generate = has_generate
     run = Run(server, prompts(2), first_number)
-    run.shared[rollout._VERSION] = 6
+    run.shared[rollout.Slot.VERSION] = 6
     run.to_the_end()
     bodies = [body["sampling_params"] if has_generate else body for body in server.requests]
     expected = dict(
@@ -599,14 +602,15 @@ async def stands_still_at(run, n_samples):
 
 def test_generation_stays_within_the_trainers_allowance(server):
     run = Run(server, prompts(40), first_number)
-    run.shared[rollout._ALLOWANCE] = 40  # a rollout is 2 + 2 tokens, a group of 4 is 16
+    # 2 tokens of prompt for all 4 rollouts of a group, rounded up to 1 for each, and 2 of their own
+    run.shared[rollout.Slot.ALLOWANCE] = 40  # so a group is 12
 
     async def scenario():
         task = asyncio.create_task(run.loop.run())
-        await stands_still_at(run, 12)  # 16 and 32 are below 40, 48 is not: three groups
-        run.shared[rollout._RELEASED] = 32  # the trainer took two groups: 16 are left, two start
-        await stands_still_at(run, 20)
-        run.shared[rollout._ALLOWANCE] = 10**6
+        await stands_still_at(run, 16)  # 12, 24 and 36 are below 40, 48 is not: four groups
+        run.shared[rollout.Slot.RELEASED] = 24  # two groups were taken: 24 are left, two start
+        await stands_still_at(run, 24)
+        run.shared[rollout.Slot.ALLOWANCE] = 10**6
         await task
 
     asyncio.run(scenario())
@@ -632,12 +636,12 @@ def test_one_group_at_a_time_until_the_first_shows_the_length(server):
 
 def test_waiting_trainer_with_nothing_to_take_always_gets_a_group(server):
     run = Run(server, prompts(3), first_number)
-    run.shared[rollout._ALLOWANCE] = 1  # and nothing is ever released
+    run.shared[rollout.Slot.ALLOWANCE] = 1  # and nothing is ever released
 
     async def scenario():
         task = asyncio.create_task(run.loop.run())
         await stands_still_at(run, 4)
-        run.shared[rollout._HUNGRY] = 1
+        run.shared[rollout.Slot.HUNGRY] = 1
         await task
 
     asyncio.run(scenario())
@@ -813,12 +817,12 @@ IMAGES = [{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}]
 )
 def test_unusable_task_is_refused_before_anything_starts(task, error, message):
     with pytest.raises(error, match=message):
-        rollout.check_task(task)
+        tasks.check_task(task)
 
 
 def test_usable_tasks_pass():
-    rollout.check_task(Task(Stream(), (functools.partial(slow_offset, offset=1), Scorer())))
-    rollout.check_task(Task(prompts(1), rollout_loop=TwoTurns))  # which gives the reward itself
+    tasks.check_task(Task(Stream(), (functools.partial(slow_offset, offset=1), Scorer())))
+    tasks.check_task(Task(prompts(1), rollout_loop=TwoTurns))  # which gives the reward itself
 
 
 TASK_FILE = """
@@ -846,17 +850,17 @@ reward_funcs = by_token
 def test_task_file_is_loaded_by_path_with_its_options(tmp_path):
     path = tmp_path / "tokens.py"
     path.write_text(TASK_FILE)
-    task = rollout.load_task(str(path), {"n": 5})
+    task = tasks.load_task(str(path), {"n": 5})
     assert (task.name, task.options.n, len(task.rows)) == ("tokens", 5, 5)
     assert task.config_overrides == {"temperature": 0.5} and len(task.reward_funcs) == 1
-    rollout.check_task(task)
+    tasks.check_task(task)
     path.write_text(TASK_FILE + "tools = [print]\n")
     other = tmp_path / "other.py"
     other.write_text(path.read_text())
     with pytest.raises(ValueError, match="other.py defines tools, which is not supported yet"):
-        rollout.load_task(str(other))
+        tasks.load_task(str(other))
     with pytest.raises(ValueError, match="no task file .*: give a path, or one of"):
-        rollout.load_task("no_such_task")
+        tasks.load_task("no_such_task")
 
 
 # ------------------------------------------------------------------------------ the real process
@@ -875,7 +879,7 @@ def tokenizer_folder(tmp_path_factory):
 
 @contextlib.contextmanager
 def started_worker(server, folder, task, **options):
-    worker = rollout.RolloutWorker(
+    worker = RolloutWorker(
         OPTIONS | {"vllm_server_base_url": server.url} | options,
         task,
         model_path=folder,
@@ -898,7 +902,7 @@ def taken(worker, n=None, seconds=60):
         sample = worker.get(0.2)
         if sample is not None:
             samples.append(sample)
-            worker.release(len(sample.input_ids))
+            worker.release(sample.own_tokens(4))
     return samples
 
 
@@ -917,7 +921,7 @@ def test_worker_delivers_every_group_and_ends_by_itself(
         monkeypatch.setenv(name, "1")
     path = tmp_path / "tokens.py"
     path.write_text(TASK_FILE)
-    task = rollout.load_task(str(path), {"n": 6})
+    task = tasks.load_task(str(path), {"n": 6})
     with started_worker(server, tokenizer_folder, task, max_completion_length=4) as worker:
         worker.set_version(5)
         samples = taken(worker)
@@ -982,14 +986,15 @@ def test_stopped_worker_is_noticed_by_its_heartbeat_and_a_killed_one_at_once(
 TRAINER = """
 import sys, time
 sys.path.insert(0, {root!r})
-import rollout
+import tasks
+from worker import RolloutWorker
 
 def reward(completions, **columns):
     return [0.0] * len(completions)
 
 if __name__ == "__main__":
-    task = rollout.Task({rows!r}, (reward,))
-    worker = rollout.RolloutWorker(
+    task = tasks.Task({rows!r}, (reward,))
+    worker = RolloutWorker(
         {options!r}, task, model_path="nowhere", model_name="m", eos_token_ids=[2])
     worker.start()
     print(worker._process.pid, flush=True)

@@ -8,12 +8,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import attention
 import chat
 import grpo
 import loss
 import model
 import packing
+import planner
 from config import Config
+from feed import Feed
 
 BUDGET = 64
 CONFIG = Config(gradient_checkpointing=False, num_sampler_logprobs=3, max_completion_length=8)
@@ -53,7 +56,7 @@ def gradients(folder, config, batches, denominators):
     model.shard(policy, torch.device("cpu"), torch.float32, compile_layers=False)
     for samples, denominator in zip(batches, denominators):
         row = packing.pack_row(samples, BUDGET).to("cpu")
-        tree = packing.TreeMask(row, config.attention).prepare(policy.model.config)
+        tree = attention.TreeMask(row, config.attention).prepare(policy.model.config)
         log_probs, _ = policy(row, tree, config.temperature)
         terms = grpo.term_losses(config, row, log_probs, len(samples))
         (terms.sum() / denominator).backward()
@@ -112,14 +115,14 @@ def _serve_rank(rank, store, end):
 def planned_gradients(rank, folder, config, samples):
     """Gradients of one step that the planner splits over these ranks."""
     plan = next(
-        packing.plan_steps(
+        planner.plan_steps(
             samples,
             token_budget=BUDGET,
             world_size=dist.get_world_size(),
             gradient_accumulation_steps=config.gradient_accumulation_steps,
         )
     )
-    feed = grpo.Feed.__new__(grpo.Feed)  # the division of labour alone, without worker and planner
+    feed = Feed.__new__(Feed)  # the division of labour alone, without worker and planner
     feed.config, feed.plan = config, plan
     share = feed._share(rank)
     assert sum(len(row.samples) for row in plan.rows) == len(samples), "all in one step"
@@ -165,8 +168,8 @@ def test_denominators_of_the_spec_and_of_the_step():
     def row(*n_terms):
         return [type("Row", (), {"n_terms": n, "samples": [None]})() for n in n_terms]
 
-    plan = packing.Plan(step=1, micro_batches=[row(8), row(2)], dropped={})
-    feed = grpo.Feed.__new__(grpo.Feed)
+    plan = planner.Plan(step=1, micro_batches=[row(8), row(2)], dropped={})
+    feed = Feed.__new__(Feed)
     feed.plan, feed.config = plan, CONFIG
     assert feed._share(0).denominators == [16, 4]
     feed.config = dataclasses.replace(CONFIG, normalize="step")
