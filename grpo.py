@@ -71,7 +71,7 @@ def prepare(argv, plan_path):
         "MODEL_PATH": model_path,
         "MODEL_NAME": config.model,
         "LOGPROBS": config.num_sampler_logprobs + 1,  # the token endpoint counts the sampled one
-        "TRAIN_PROCESSES": config.num_train_processes or max(1, torch.cuda.device_count() // 2),
+        "TRAIN_PROCESSES": config.num_train_processes or "",
         "SERVER_URL": given.get("vllm_server_base_url", ""),
     }
     lines = (f"{name}={shlex.quote(str(value))}\n" for name, value in facts.items())
@@ -152,6 +152,8 @@ def train(config, task):
             with clock("perf/rollout_wait_s"):
                 share = feed.next()
             if share is None:  # the prompts have ended
+                if first and (step - 1) % config.logging_steps:
+                    metrics.flush(step - 1)  # the last window is shorter
                 break
 
             # ---- 2 pack --------------------------------------------------------------------------

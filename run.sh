@@ -63,12 +63,12 @@ else
     { echo "run.sh: .venv lacks a pinned package; remove .venv and run again"; exit 1; }
   python=$PWD/.venv/bin/python
 fi
-export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-$([ "$gpus" -gt 0 ] && echo 0 || echo 1)} TOKENIZERS_PARALLELISM=false
+export TOKENIZERS_PARALLELISM=false
 
 if [ "${1:-}" = test ]; then
   shift
   "$python" -m ruff check .
-  exec "$python" -m pytest "$@"
+  HF_HUB_OFFLINE=1 exec "$python" -m pytest "$@"
 fi
 
 # ---- check everything that needs no server; fetch the embedded model -----------------------------------
@@ -82,8 +82,9 @@ case " ${options[*]} " in *" --help "* | *" -h "*) exec "$python" grpo.py --help
 plan=$(mktemp)
 trap 'rm -f "$plan"' EXIT
 "$python" grpo.py --prepare "$plan" ${options[@]+"${options[@]}"}
-# MODEL_PATH MODEL_NAME LOGPROBS NEEDED_LEN TRAIN_PROCESSES SERVER_URL (empty: ours to start)
+# MODEL_PATH MODEL_NAME LOGPROBS TRAIN_PROCESSES (empty: all) SERVER_URL (empty: ours to start)
 . "$plan"
+[ ! -d "$MODEL_PATH" ] || export HF_HUB_OFFLINE=1 # a folder needs no hub
 
 # ---- stop whatever we started, whole process groups, however we leave ------------------------------------
 server= trainer=
@@ -136,7 +137,8 @@ PY
     train_gpus=${TRAIN_GPUS:-$(gpu_list $((gpus / 2)) $((gpus - 1)))}
     flags+=(--max-model-len "${MAX_MODEL_LEN:-4096}" --api-server-count 8 --dtype bfloat16
       --weight-transfer-config '{"backend":"nccl"}')
-    PYTHONPATH=$PWD:${PYTHONPATH:-} CUDA_VISIBLE_DEVICES=$vllm_gpus setsid "$python" -m vllm.entrypoints.cli.main serve "$MODEL_PATH" \
+    PYTHONPATH=$PWD:${PYTHONPATH:-} CUDA_VISIBLE_DEVICES=$vllm_gpus setsid \
+      "$python" -m vllm.entrypoints.cli.main serve "$MODEL_PATH" \
       "${flags[@]}" ${VLLM_ARGS:-} > "$log" 2>&1 &
   else
     # bf16 only where the CPU computes with it: elsewhere it is emulated, five times slower than float32.
@@ -159,10 +161,12 @@ fi
 
 # ---- the trainer --------------------------------------------------------------------------------------
 command=("$python")
+train_gpus=${train_gpus:-}
+: "${TRAIN_PROCESSES:=$(tr , '\n' <<< "$train_gpus" | wc -l)}" # one a GPU, one on the CPU
 if [ "$TRAIN_PROCESSES" -gt 1 ]; then
   command=("$python" -m torch.distributed.run --standalone --nproc-per-node "$TRAIN_PROCESSES")
 fi
-CUDA_VISIBLE_DEVICES=${train_gpus:-} setsid "${command[@]}" grpo.py ${options[@]+"${options[@]}"} \
+CUDA_VISIBLE_DEVICES=$train_gpus setsid "${command[@]}" grpo.py ${options[@]+"${options[@]}"} \
   --vllm_server_base_url "$SERVER_URL" &
 trainer=$!
 
