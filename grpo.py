@@ -28,6 +28,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,8 +87,8 @@ def open_run(config, task):
     resolved = asdict(config) | (asdict(task.options) if task.options else {})
     (folder / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
     stack = {name: installed(name) for name in ("torch", "transformers", "numpy")}
-    git = {"sha": shell("git rev-parse HEAD"), "diff": shell("git diff HEAD")}
-    facts = {"command": shlex.join(sys.argv), "python": sys.version.split()[0], **stack, **git}
+    state = {"sha": git("rev-parse", "HEAD"), "diff": git("diff", "HEAD")}
+    facts = {"command": shlex.join(sys.argv), "python": sys.version.split()[0], **stack, **state}
     (folder / "run.json").write_text(json.dumps(facts, indent=2) + "\n")
     changed = {n: v for n, v in resolved.items() if v != getattr(Config, n, None)}
     say(f"run: {folder}; options that differ from the defaults: {json.dumps(changed)}")
@@ -98,9 +99,11 @@ def open_run(config, task):
     return folder
 
 
-def shell(command):
-    """What a git command prints, or "" where there is no repository."""
-    return subprocess.run(command.split(), capture_output=True, text=True).stdout.strip()
+def git(*arguments):
+    """What the git command prints, or "" without git or a repository."""
+    if shutil.which("git") is None:
+        return ""
+    return subprocess.run(["git", *arguments], capture_output=True, text=True).stdout.strip()
 
 
 def say(text):
