@@ -92,10 +92,10 @@ def open_run(config, task):
     (folder / "run.json").write_text(json.dumps(facts, indent=2) + "\n")
     changed = {n: v for n, v in resolved.items() if v != getattr(Config, n, None)}
     say(f"run: {folder}; options that differ from the defaults: {json.dumps(changed)}")
-    if folder.parent.name == "runs":
-        link = folder.parent / "latest"
-        link.unlink(missing_ok=True)
-        link.symlink_to(folder.name)
+    link = Path("runs/latest")
+    link.parent.mkdir(exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(os.path.relpath(folder, link.parent))
     return folder
 
 

@@ -5,7 +5,8 @@
 # Every --option goes to grpo.py (python grpo.py --help). Environment variables:
 #   MODEL=NAME ENV=NAME              the same as --model and --env
 #   TRAIN_GPUS=1 VLLM_GPUS=0         which GPUs train and which serve; by default the second and first half
-#   PORT=8000 MAX_MODEL_LEN=N        the server's port and longest prompt + completion
+#   PORT=N MAX_MODEL_LEN=N           the server's port (default: a free one) and longest prompt +
+#                                    completion
 #   VLLM_ARGS="..."                  more options for the server
 #   PYTHON=python3.12                this interpreter as it is; nothing is installed
 # With --vllm_server_base_url URL the server is yours: nothing is started.
@@ -110,18 +111,8 @@ log=runs/server.log
 mkdir -p runs
 gpu_list() { seq -s, "$1" "$2"; }
 if [ -z "$SERVER_URL" ]; then
-  port=$("$python" - "${PORT:-8000}" <<'PY'
-import socket, sys
-for port in (int(sys.argv[1]), 0):  # the wanted port, else any free one
-    with socket.socket() as s:
-        try:
-            s.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        print(s.getsockname()[1])
-        break
-PY
-)
+  port=${PORT:-$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0))
+print(s.getsockname()[1])')}
   SERVER_URL=http://127.0.0.1:$port
   flags=(--host 127.0.0.1 --port "$port" --served-model-name "$MODEL_NAME"
     --logprobs-mode processed_logprobs --max-logprobs "$LOGPROBS" --enable-scale-out
