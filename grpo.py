@@ -72,6 +72,7 @@ def prepare(argv, plan_path):
         "MODEL_PATH": model_path,
         "MODEL_NAME": config.model,
         "LOGPROBS": config.num_sampler_logprobs + 1,  # the token endpoint counts the sampled one
+        "TOP_K": config.top_k or "",
         "TRAIN_PROCESSES": config.num_train_processes or "",
         "SERVER_URL": given.get("vllm_server_base_url", ""),
     }

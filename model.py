@@ -85,18 +85,20 @@ class Policy(nn.Module):
 def head_options(text_config):
     """What models do to their logits after the head, as candidate_log_probs wants it.
 
-    The names are transformers': Cohere's `logit_scale`, Falcon-H1's `lm_head_multiplier` multiply,
-    Granite's `logits_scaling` divides (HyperCLOVA X multiplies by it), Gemma's
-    `final_logit_softcapping` c replaces z by c tanh(z / c).
+    The names are transformers': Cohere's `logit_scale`, Falcon-H1's `lm_head_multiplier` and Muse
+    Glimmer's `output_multiplier` multiply, Granite's and MiniCPM's `logits_scaling` divides
+    (HyperCLOVA X's multiplies), Gemma's `final_logit_softcapping` c replaces z by c tanh(z / c).
+    Rows of the head beyond `unpadded_vocab_size` or `vocab_size` are padding.
     """
     scale = 1.0
-    for name in ("logit_scale", "lm_head_multiplier"):
+    for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):
         scale *= getattr(text_config, name, None) or 1.0
     logits_scaling = getattr(text_config, "logits_scaling", None) or 1.0
     scale *= logits_scaling if text_config.model_type == "hyperclovax" else 1 / logits_scaling
     return {
         "logit_scale": scale,
         "softcap": getattr(text_config, "final_logit_softcapping", None),
+        "vocab_size": getattr(text_config, "unpadded_vocab_size", None) or text_config.vocab_size,
     }
 
 

@@ -83,7 +83,8 @@ case " ${options[*]} " in *" --help "* | *" -h "*) exec "$python" grpo.py --help
 plan=$(mktemp)
 trap 'rm -f "$plan"' EXIT
 "$python" grpo.py --prepare "$plan" ${options[@]+"${options[@]}"}
-# MODEL_PATH MODEL_NAME LOGPROBS TRAIN_PROCESSES (empty: all) SERVER_URL (empty: ours to start)
+# MODEL_PATH MODEL_NAME LOGPROBS TOP_K (empty: all tokens) TRAIN_PROCESSES (empty: all)
+# SERVER_URL (empty: ours to start)
 . "$plan"
 [ ! -d "$MODEL_PATH" ] || export HF_HUB_OFFLINE=1 # a folder needs no hub
 
@@ -128,6 +129,10 @@ print(s.getsockname()[1])')}
     train_gpus=${TRAIN_GPUS:-$(gpu_list $((gpus / 2)) $((gpus - 1)))}
     flags+=(--max-model-len "${MAX_MODEL_LEN:-4096}" --api-server-count 8 --dtype bfloat16
       --weight-transfer-config '{"backend":"nccl"}')
+    if [ -n "$TOP_K" ]; then # the candidate set of each token; only this runner returns it
+      flags+=(--return-sampling-mask)
+      export VLLM_USE_V2_MODEL_RUNNER=1
+    fi
     PYTHONPATH=$PWD:${PYTHONPATH:-} CUDA_VISIBLE_DEVICES=$vllm_gpus setsid \
       "$python" -m vllm.entrypoints.cli.main serve "$MODEL_PATH" \
       "${flags[@]}" ${VLLM_ARGS:-} > "$log" 2>&1 &

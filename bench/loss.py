@@ -123,9 +123,7 @@ def tiled_products(hidden, weight, tile):
         for columns in loss._slices(len(weight), tile[1]):
             grad = hidden @ weight[columns].t()
             loss._add_product_(hidden_grad, grad, weight[columns])
-            weight_grad_WH = torch.zeros_like(weight[columns], dtype=torch.float32)
-            loss._add_product_(weight_grad_WH, grad.t(), hidden)
-            weight_grad[columns] = weight_grad_WH
+            weight_grad[columns] = loss._product(grad.t(), hidden, torch.float32)
         return hidden_grad.to(hidden.dtype), weight_grad
 
 
@@ -222,7 +220,7 @@ def main():
     device = parser.parse_args().device
     if device == "cuda":
         shape = {"n_terms": 16384, "hidden_size": 2048, "vocab_size": 151936, "n_candidates": 9}
-        tile, widths, blocks = (16384, 8192), (4096, 16384), (1024, 2048)
+        tile, widths, blocks = (16384, 24576), (8192, 16384, 32768), (1024, 2048)
     else:
         shape = {"n_terms": 64, "hidden_size": 32, "vocab_size": 1000, "n_candidates": 9}
         tile, widths, blocks = (64, 256), (128, 512), (16,)
