@@ -143,7 +143,12 @@ def load_policy(config, model_path, device):
         auto = AutoModelForImageTextToText
     attention.register_attention()
     model = auto.from_pretrained(model_path, attn_implementation="espalier_tree", **options)
-    model.to(device)
+    return make_policy(model.to(device), config.gradient_checkpointing)
+
+
+def make_policy(model, gradient_checkpointing):
+    """A Policy around a transformers model whose attention is the tree's: text part and head train,
+    dropout is off, decoder layers are recomputed in backward if `gradient_checkpointing`."""
     text_model = model.get_decoder()
     text_model = getattr(text_model, "language_model", text_model)
     trained = {
@@ -151,7 +156,7 @@ def load_policy(config, model_path, device):
     }
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in trained)
-    if config.gradient_checkpointing:
+    if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()  # gradient checkpointing looks at this; dropout is switched off below
     for module in model.modules():

@@ -44,7 +44,7 @@ FEATURES = {
 }
 
 
-def row_of(groups, size, prompt, completion, vocab=30_000):
+def samples_of(groups, size, prompt, completion, vocab=30_000):
     rng, samples = np.random.default_rng(0), []
     for group in range(groups):
         # groups differ in their first token, so that they share nothing
@@ -66,7 +66,11 @@ def row_of(groups, size, prompt, completion, vocab=30_000):
                     metrics={},
                 )
             )
-    return packing.pack_row(samples, 1 << 20, packing.bucket)
+    return samples
+
+
+def row_of(*shape):
+    return packing.pack_row(samples_of(*shape), 1 << 20, packing.bucket)
 
 
 def inputs(size, heads, kv_heads, dim, args):
