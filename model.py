@@ -210,7 +210,9 @@ def shard(policy, device, compute_dtype, compile_layers):
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for layer in layers(policy):
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
+        # One rank has nothing to free: gathered again, a layer would only be copied once more.
+        several = mesh.size() > 1
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=several)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
