@@ -68,7 +68,7 @@ def candidate_log_probs(
     set_ids: Tensor | None = None,
     set_offsets: Tensor | None = None,
     fp32_head: bool = False,
-    tile: tuple[int, int] = (32768, 8192),
+    tile: tuple[int, int] | None = None,
     compiled: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log p of candidates[M, C] given hidden[M, H] and the output embedding weight[V, H].
@@ -92,7 +92,8 @@ def candidate_log_probs(
 
     Memory. Logits exist as one tile of tile[0] terms by tile[1] tokens at a time and are recomputed
     in the backward: four products in all. The backward goes once through the vocabulary and
-    finishes each slice of the weight's gradient, so it needs no float32 copy of the whole.
+    finishes each slice of the weight's gradient, so it needs no float32 copy of the whole. The
+    default tile is the fastest measured; on a CPU it has to stay near the cache.
 
     compiled fuses the elementwise work on a tile (default: on a GPU). It compiles for each width of
     tile, not for each M.
@@ -114,6 +115,7 @@ def candidate_log_probs(
         set_terms = terms.repeat_interleave(set_offsets.diff(), output_size=set_ids.numel())
     vocab_size = weight.shape[0] if vocab_size is None else min(vocab_size, weight.shape[0])
     compiled = hidden.is_cuda if compiled is None else compiled
+    tile = tile or (32768, 16384 if hidden.is_cuda else 8192)
     operand = torch.promote_types(hidden.dtype, weight.dtype) if fp32_head else hidden.dtype
     exact = torch.promote_types(operand, torch.float32)
     dtypes = (operand, exact if fp32_head else operand, exact)
