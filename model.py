@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import attention
+import deltanet
 import loss
 
 # P packed tokens of a row (padded), M its loss terms, C = 1 + K candidates a term, V vocabulary.
@@ -48,6 +49,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.head_options = head_options(model.config.get_text_config())
+        self.is_hybrid = deltanet.install(model) > 0
 
     def forward(self, row, tree, temperature):
         """Log-probs of every loss term's target and of the sampler's top candidates.
@@ -57,11 +59,13 @@ class Policy(nn.Module):
         Returns log_probs [M, 1 + K] (column 0 is the target) and entropy [M], both float32;
         the entropy carries no gradient.
         """
+        options = {"trie": self.trie(row)} if self.is_hybrid else {}
         hidden_PH = self.decoder()(
             input_ids=row.input_ids[None],
             position_ids=row.position_ids[None],
             use_cache=False,
             tree=tree,
+            **options,
         ).last_hidden_state[0]
         candidates_MC = loss.candidate_ids(row.term_targets, row.top_ids, row.top_log_probs)
         head = self.model.get_output_embeddings()
@@ -75,6 +79,11 @@ class Policy(nn.Module):
             set_offsets=row.set_offsets,
             **self.head_options,
         )
+
+    def trie(self, row):
+        """The row's tree as gated DeltaNet layers want it."""
+        width = self.model.config.get_text_config().linear_conv_kernel_dim
+        return deltanet.Trie(row.host.segments, len(row.input_ids), width, row.input_ids.device)
 
     def decoder(self):
         """The part of the model below the head (in a vision-language model: its language model)."""
@@ -121,14 +130,29 @@ def checkpoint_config(config, model_path):
             f"folder that save_pretrained wrote, a hub id, or {EMBEDDED!r}"
         ) from error
     text_config = checkpoint.get_text_config()
-    kinds = set(getattr(text_config, "layer_types", None) or ["full_attention"])
-    unknown = kinds - {"full_attention", "sliding_attention"}
+    kind = text_config.model_type
+    trainable = {"full_attention", "sliding_attention"}
+    if kind in deltanet.MODEL_TYPES:
+        trainable.add("linear_attention")
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    unknown = sorted(layer_types - trainable)
+    if not layer_types and is_recurrent(checkpoint):
+        unknown = ["recurrent"]
     if unknown:
         raise ValueError(
-            f"model type {text_config.model_type!r} has layers of kind {sorted(unknown)}; "
-            "packed rows support full_attention and sliding_attention"
+            f"model={model_path!r}: {kind} has layers of kind {', '.join(unknown)}; trainable are "
+            "full_attention, sliding_attention, and linear_attention where it is a gated DeltaNet: "
+            f"{', '.join(deltanet.MODEL_TYPES)}"
         )
     return checkpoint
+
+
+def is_recurrent(checkpoint):
+    """Whether transformers' class for this config keeps a state (Mamba, RWKV, xLSTM, ...)."""
+    from transformers import AutoModelForCausalLM
+
+    model_class = AutoModelForCausalLM._model_mapping.get(type(checkpoint), None)
+    return getattr(model_class, "_is_stateful", False)
 
 
 def load_policy(config, model_path, device):
