@@ -24,7 +24,7 @@ class Config:
     """Every option. `--help` shows the comments, so each field has one, in its line."""
 
     # --- what is trained
-    model: str = "smollm2-135m"  # folder, hub id, or the embedded smollm2-135m
+    model: str = "smollm2-135m"  # folder, hub id, or made here: smollm2-135m, tiny-qwen3.5
     env: str = "arithmetic"  # task file: a name in envs/ or a path
     model_init_kwargs: dict | None = None  # further arguments of from_pretrained, as JSON
     dtype: str = "float32"  # of the master weights: auto, bfloat16 or float32

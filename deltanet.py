@@ -165,6 +165,13 @@ def forward(layer, hidden_states, *, trie=None, cache_params=None, **unused):
     return layer.out_proj(out.view(1, len(z_PVD), -1))
 
 
+def recurrence_flops(text_config):
+    """FLOPs of one token in one layer's recurrence, forward: S k, the update by v k^T, and S q take
+    2 D D each a value head. Chunks take more, which is how and not what is computed."""
+    state = text_config.linear_key_head_dim * text_config.linear_value_head_dim
+    return 6 * text_config.linear_num_value_heads * state
+
+
 def project(layer, hidden_states):
     """-> q, k and v side by side [P, C], gate z [P, V, D], logits of beta and of the decay [P, V].
     Qwen3-Next has them in two matrices, ordered by key head; Qwen3.5 in four."""

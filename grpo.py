@@ -67,10 +67,11 @@ def prepare(argv, plan_path):
     given, (config, task) = parse_command_line(argv), configure(argv)
     tasks.check_task(task)
     model_path = model.resolve_model(config.model)
-    model.checkpoint_config(config, model_path)
+    checkpoint = model.checkpoint_config(config, model_path)
     facts = {
         "MODEL_PATH": model_path,
         "MODEL_NAME": config.model,
+        "CPU_DTYPE": "bfloat16" if model.is_hybrid(checkpoint) else "",
         "LOGPROBS": config.num_sampler_logprobs + 1,  # the token endpoint counts the sampled one
         "TOP_K": config.top_k or "",
         "TRAIN_PROCESSES": config.num_train_processes or "",

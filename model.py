@@ -148,6 +148,11 @@ def checkpoint_config(config, model_path):
     return checkpoint
 
 
+def is_hybrid(checkpoint):
+    """Whether a trainable checkpoint has gated DeltaNet layers beside its attention."""
+    return "linear_attention" in (getattr(checkpoint.get_text_config(), "layer_types", None) or ())
+
+
 def is_recurrent(checkpoint):
     """Whether transformers' class for this config keeps a state (Mamba, RWKV, xLSTM, ...)."""
     from transformers import AutoModelForCausalLM
@@ -264,7 +269,8 @@ def step_flops(policy, plan):
     """Model FLOPs of forward and backward of one planned step, recomputation not counted.
 
     2 FLOPs a weight and token forward, twice that backward: 6 in all. Attention: QK^T and PV are
-    2 * 2 * head_dim FLOPs a head and visible pair, times 3. The head is counted by loss terms.
+    2 * 2 * head_dim FLOPs a head and visible pair, times 3. The head is counted by loss terms. A
+    gated DeltaNet layer has no pairs; its recurrence counts by token.
     None for a mixture of experts, whose layers do not use all their weights for each token, and
     for sliding windows, whose pairs the plan does not count.
     """
@@ -272,12 +278,16 @@ def step_flops(policy, plan):
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     if experts or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         return None
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     pairs = sum(row.cost for row in plan.rows)
     weights = sum(p.numel() for p in layers(policy).parameters() if p.ndim > 1)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim
+    attention = 12 * kinds.count("full_attention") * config.num_attention_heads * head_dim
     head = policy.model.get_output_embeddings().weight.numel()
-    return 6 * weights * plan.n_tokens + attention * pairs + 6 * head * sum(plan.n_trained)
+    a_token = 6 * weights
+    if policy.is_hybrid:
+        a_token += 3 * kinds.count("linear_attention") * deltanet.recurrence_flops(config)
+    return a_token * plan.n_tokens + attention * pairs + 6 * head * sum(plan.n_trained)
 
 
 # Dense bf16 peak in FLOP/s by the device name's beginning (vendors' data sheets, no sparsity).

@@ -14,6 +14,7 @@ import attention
 import deltanet
 import model
 import packing
+from config import Config
 
 SHAPE = dict(
     vocab_size=64,
@@ -282,3 +283,37 @@ def test_separate_samples_need_no_gather():
     row = packing.pack_row(samples, 1 << 20, lambda n: n + 3)
     trie = deltanet.Trie(row.segments, len(row.input_ids), 4, "cpu")
     assert trie.in_order and trie.sizes == [27] and trie.levels[0].lengths == [6, 6, 6, 6, 3]
+
+
+# ---------------------------------------------------------------- around it
+
+
+def test_flops_of_a_hybrid_by_hand():
+    policy = model.Policy(make_model("qwen3_5"))
+    # A token: three DeltaNet layers (qkv 32 x 64, z 32 x 32, b and a 32 x 4 each, convolution
+    # 64 x 4, out 32 x 32), one of attention (q and gate 32 x 64, k and v 32 x 16 each, o 32 x 32),
+    # four MLPs (3 x 32 x 48): 3 * 4608 + 4096 + 4 * 4608 = 36352 weights, 6 FLOPs each. Recurrence:
+    # 4 heads of 8 x 8, 6 FLOPs, 3 layers, 3 passes: 13824. A pair: 12 * 2 heads * 16 = 384, in one
+    # layer. A loss term: 6 * 64 * 32 = 12288.
+    plan = SimpleNamespace(rows=[SimpleNamespace(cost=100)], n_tokens=10, n_trained=[5])
+    by_hand = 10 * (6 * 36352 + 13824) + 100 * 384 + 5 * 12288
+    assert model.step_flops(policy, plan) == by_hand
+
+
+@pytest.mark.parametrize(
+    "name, kinds",
+    [
+        ("Jamba", "linear_attention"),
+        ("Lfm2", "conv"),
+        ("FalconH1", "hybrid"),
+        ("Rwkv", "recurrent"),
+    ],
+)
+def test_other_recurrent_layers_are_refused_by_name(tmp_path, name, kinds):
+    import transformers
+
+    options = {"full_attn_idxs": [1]} if name == "Lfm2" else {}
+    checkpoint = getattr(transformers, f"{name}Config")(**options)
+    checkpoint.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"{checkpoint.model_type} has layers of kind {kinds};.*"):
+        model.checkpoint_config(Config(), tmp_path)
