@@ -6,7 +6,7 @@
 Such a layer remembers by a state, so in a packed row "the token before" must be the one before in
 the token's own sample. The convolution reads a token's own predecessors. The recurrence runs over
 the tree level by level: all runs of a level in one call, each from the final state of the run that
-it continues; gradients flow back through the states.
+it continues. Gradients flow back through the states.
 
     install(model)         replace the token mixing of each such layer of a transformers model
     Trie(segments, ...)    what the layers must know of one row; model(..., trie=Trie(...))
@@ -38,27 +38,29 @@ REPLAY = CHUNK  # see plan_runs
 
 
 def plan_runs(segments, replay=REPLAY):
-    """Cut a tree into runs, each one sequence for the kernel, with as few levels as pays.
+    """Cut a tree into runs, each one sequence for the kernel, in as few levels as pays.
 
-    segments: rows (start, stop, parent or -1, ...), parents first. -> list of (level, parent run or
-    -1, pieces [(start, stop)], ...). A run ends at a leaf, or at a fork, where its final state is
-    kept; so a chain is one run. A fork within `replay` tokens of the last kept state keeps none:
-    what lies between is replayed by each branch. Completions of a prompt often share a few words,
-    then a few less: that would be a level of tiny runs each.
+    segments: rows (start, stop, parent or -1, ...), parents first. -> list of (level, run that it
+    continues or -1, pieces [(start, stop)]). A run ends at a fork, where its final state is kept,
+    or at a leaf; so a chain is one run. Leaves wait for the last level, where all of them go side
+    by side. A fork within `replay` tokens of the last kept state keeps none: each branch replays
+    what lies between. Completions of a prompt often share a few words, some of them a few more,
+    and that would be a level of tiny runs each.
     """
     n_children = Counter(parent for _, _, parent, *_ in segments)
-    runs, after = [], []  # after: for each segment, what its children start with
+    runs, after = [], []  # after: what the children of each segment start with
     for i, (start, stop, parent, *_) in enumerate(segments):
         level, from_run, pieces = after[parent] if parent >= 0 else (0, -1, [])
         pieces = [*pieces, (start, stop)]
-        children = n_children[i]
-        long = sum(stop - start for start, stop in pieces) > replay
-        if children == 0 or (children > 1 and long):
-            after.append((level + 1, len(runs), []))
+        tokens = sum(stop - start for start, stop in pieces)
+        if n_children[i] == 0:
+            runs.append((None, from_run, pieces))
+        elif n_children[i] > 1 and tokens > replay:
             runs.append((level, from_run, pieces))
-        else:
-            after.append((level, from_run, pieces))
-    return runs
+            level, from_run, pieces = level + 1, len(runs) - 1, []
+        after.append((level, from_run, pieces))
+    last = max((level + 1 for level, _, _ in runs if level is not None), default=0)
+    return [(last if level is None else level, *rest) for level, *rest in runs]
 
 
 class Trie:
@@ -85,22 +87,22 @@ class Trie:
         self.order, self.pick = to(order_R), to(pick_P)
         self.twice = to(np.flatnonzero(pick_P[order_R] != np.arange(len(order_R))))
 
-        self.levels, self.sizes, place = [], [], {-1: 0}
+        self.levels, kept = [], {-1: 0}  # kept: the place of a run's final state; 0 is the zeros
         for level in range(runs[by_level[-1]][0] + 1):
             members = [i for i in by_level if runs[i][0] == level]
             lengths = [sum(b - a for a, b in runs[i][2]) for i in members]
-            parents = [place[runs[i][1]] for i in members]  # in the level above: a run's own level
-            place.update({i: n for n, i in enumerate(members)})  # is its parent's plus one
-            self.levels.append(Level(lengths, parents, device))
-            self.sizes.append(sum(lengths))
+            starts = [kept[runs[i][1]] for i in members]
+            self.levels.append(Level(lengths, starts, device))
+            kept.update({i: len(kept) + n for n, i in enumerate(members)})
+        self.sizes = [sum(level.lengths) for level in self.levels]
 
 
 class Level:
     """The runs of one level: one call of the kernel."""
 
-    def __init__(self, lengths, parents, device):
+    def __init__(self, lengths, starts, device):
         self.lengths = lengths
-        self.parents = _to_device(np.array(parents), device)
+        self.starts = _to_device(np.array(starts), device)  # which of the kept states each takes
         self.cu_seqlens = _to_device(np.cumsum([0, *lengths]), device)
         # Made here and not by the kernel in every layer: (run, its n-th chunk) of every chunk.
         chunks = [(run, n) for run, size in enumerate(lengths) for n in range(-(-size // CHUNK))]
@@ -200,7 +202,7 @@ def mix(qkv_PC, weight_CW, decay_PV, beta_PV, trie, shape):
         inputs = [Spread.apply(x, trie.order, trie.pick, trie.twice) for x in inputs]
     q, k, v, decay, beta = (x.split(trie.sizes) for x in inputs)
     rule = chunked_rule_cuda if qkv_PC.is_cuda else chunked_rule_torch
-    outs, states = [], None
+    outs, kept = [], [decay_PV.new_zeros(1, value_heads, key_dim, value_dim)]
     for i, level in enumerate(trie.levels):
         out, states = rule(
             q[i].unflatten(-1, (key_heads, key_dim)),
@@ -209,10 +211,11 @@ def mix(qkv_PC, weight_CW, decay_PV, beta_PV, trie, shape):
             decay[i],
             beta[i],
             level,
-            states if states is None else states.index_select(0, level.parents),
+            torch.cat(kept).index_select(0, level.starts) if i else None,
             keep_states=i + 1 < len(trie.levels),
         )
         outs.append(out)
+        kept.append(states)
     out_R = torch.cat(outs)
     return out_R if trie.in_order else Collect.apply(out_R, trie.order, trie.pick, trie.twice)
 

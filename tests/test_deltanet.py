@@ -249,13 +249,14 @@ def test_a_chain_is_one_run_and_short_forks_are_no_level():
         (1, 0, [(200, 210), (300, 301)]),
         (1, 0, [(301, 400)]),
     ]
-    # Without replaying, the fork at 210 is a level of its own.
+    # Without replaying, the fork at 210 is a level of its own, and the last leaf waits for the
+    # others.
     assert deltanet.plan_runs(segments, replay=9) == [
         (0, -1, [(0, 100), (100, 200)]),
         (1, 0, [(200, 210)]),
         (2, 1, [(210, 300)]),
         (2, 1, [(300, 301)]),
-        (1, 0, [(301, 400)]),
+        (2, 0, [(301, 400)]),
     ]
 
 
