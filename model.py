@@ -325,12 +325,13 @@ def resolve_model(name, progress=print):
     return str(folder)
 
 
-def make_tiny_hybrid(folder, progress=print):
-    """Random weights in Qwen3.5's shape, 7 M parameters, bf16: three gated DeltaNet layers and one
-    of attention. For trying hybrids without a download; it learns next to nothing."""
+def make_tiny_hybrid(folder, progress=print, tokenizer=None):
+    """Random bf16 weights in Qwen3.5's shape: three gated DeltaNet layers and one of attention, by
+    default with the embedded model's tokenizer. To try hybrids with; there is nothing to learn."""
     from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model(EMBEDDED, progress))
+    if tokenizer is None:
+        tokenizer = AutoTokenizer.from_pretrained(resolve_model(EMBEDDED, progress))
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
     config = Qwen3_5TextConfig(
         vocab_size=len(tokenizer),
@@ -347,6 +348,7 @@ def make_tiny_hybrid(folder, progress=print):
         max_position_embeddings=4096,
         rope_parameters=rope | {"mrope_section": [2, 1, 1], "mrope_interleaved": True},
         tie_word_embeddings=True,
+        initializer_range=0.1,  # peaked distributions: a weight that did not arrive shows
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="bfloat16",
@@ -356,7 +358,7 @@ def make_tiny_hybrid(folder, progress=print):
         made = Qwen3_5ForCausalLM(config)
     made.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    progress(f"model: {folder.relative_to(MODELS.parent)} is ready")
+    progress(f"model: {folder} is ready")
 
 
 def convert_embedded_model(folder, progress=print):

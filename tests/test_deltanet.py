@@ -1,14 +1,18 @@
 """Gated DeltaNet over trees: packed log-probs and gradients are those of separate forwards."""
 
 import functools
+import re
 import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from conftest import make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_end_to_end import finish, windows
+from test_run_sh import start_run_sh
 
 import attention
 import deltanet
@@ -318,3 +322,16 @@ def test_other_recurrent_layers_are_refused_by_name(tmp_path, name, kinds):
     checkpoint.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"{checkpoint.model_type} has layers of kind {kinds};.*"):
         model.checkpoint_config(Config(), tmp_path)
+
+
+@pytest.mark.server
+def test_run_sh_trains_a_hybrid_whose_weights_arrive(tmp_path):
+    """In bf16, which run.sh chooses: the CPU server can compute these layers in nothing else."""
+    folder = tmp_path / "tiny-hybrid"
+    model.make_tiny_hybrid(folder, tokenizer=make_tokenizer())
+    process = start_run_sh(folder, tmp_path, "--max_steps", "3")
+    code, output = finish(process, tmp_path, timeout=300)
+    assert code == 0, output[-3000:]
+    assert re.search(r"in the first 3 steps", output)
+    checks = [window["sampling/sync_check_max"] for window in windows(tmp_path)]
+    assert len(checks) == 3 and max(checks) < 0.25, "bf16 noise, before and after three updates"
