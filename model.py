@@ -115,8 +115,8 @@ def head_options(text_config):
 def checkpoint_config(config, model_path):
     """transformers' config of the checkpoint, known to be one that we can train.
 
-    Raises ValueError naming the model and the remedy when it is not there or has layers other than
-    attention: a recurrent layer in a packed row would leak between samples.
+    Raises ValueError naming the model and the remedy when it is not there or has layers that cannot
+    follow a tree: in a packed row a plain recurrent layer would leak between samples.
     """
     from transformers import AutoConfig
 
