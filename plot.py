@@ -5,6 +5,7 @@
                                         one line (their mean) in a band (their smallest to largest)
     python plot.py RUN --reward_only    the reward alone, wide and low, for the top of a README
     python plot.py RUN --text           the same in a terminal, with a diagnosis in words
+    python plot.py RUN --rollouts 8     rollouts.html: eight groups to read (page.py)
 
 From 40 points on, lines and bands are means over a fifteenth of the run; a single run is also drawn
 as recorded, faint.
@@ -21,7 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from metrics import compare, diagnose, read_windows
+import page
+from diagnosis import LIMITS, diagnose
+from metrics import compare, read_windows
 
 # Okabe and Ito's colours: told apart by colour-blind readers and in grey print.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
@@ -368,10 +371,9 @@ def number(value):
 
 def limits_of(folder):
     """The options that the diagnosis reads figures against, as far as the run saved them."""
-    names = ("max_staleness", "max_concurrent_rollouts", "num_generations")
     file = folder / "config.json"
     config = json.loads(file.read_text()) if file.is_file() else {}
-    return {name: config[name] for name in names if config.get(name) is not None}
+    return {name: config[name] for name in LIMITS if config.get(name) is not None}
 
 
 def text(folder, windows):
@@ -413,9 +415,13 @@ def main(argv=None):
     parser.add_argument("--text", action="store_true", help="print instead of drawing")
     parser.add_argument("--reward_only", action="store_true", help="one wide panel")
     parser.add_argument("--columns", type=int, default=2, help="1 for a narrow screen")
+    parser.add_argument("--rollouts", type=int, metavar="N", help="a page of N groups to read")
     args = parser.parse_args(argv)
     runs = [load(path) for path in args.runs]
-    if args.text:
+    if args.rollouts:
+        for folder, _ in runs:
+            print(page.build(folder, args.rollouts))
+    elif args.text:
         print("\n\n".join(text(*run) for run in runs))
     else:
         output = args.output or runs[0][0] / ("reward.png" if args.reward_only else "plot.png")
