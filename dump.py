@@ -17,6 +17,7 @@ Test: pytest tests/test_dump.py
 import json
 import sys
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -87,14 +88,16 @@ def _number(value):
 class Dump:
     """Rank 0's writer. Stories come from the rollout process, fates from the steps that are
     trained: samples leave the queue in order, so one that no step trained while a later one was
-    trained was dropped by the planner."""
+    trained was dropped by the planner. A thread writes, at most one step behind."""
 
     def __init__(self, run, token_budget):
         self.run, self.token_budget = Path(run), token_budget
         (self.run / "rollouts").mkdir(exist_ok=True)
         self.waiting = {}  # (group, rollout) -> story whose samples do not all have a fate
         self.pulled = deque()  # samples in the order in which the planner took them
-        self.broken = False
+        self.lines = []  # to be written with the step
+        self.thread = ThreadPoolExecutor(1, "dump")
+        self.written, self.broken = None, False
 
     def tell(self, told, step):
         """Stories of groups that were just scored, while `step` is being filled."""
@@ -115,11 +118,7 @@ class Dump:
                 places += [(b, r)] * len(row.samples)
         samples = [s for rows in plan.micro_batches for row in rows for s in row.samples]
         stale = [staleness(s) if s.trained.any() else 0 for s in samples]
-        self._guard(
-            write_step,
-            step_file(self.run, plan.step),
-            RecordedStep(plan.step, self.token_budget, samples, places, stale, pieces),
-        )
+        recorded = RecordedStep(plan.step, self.token_budget, samples, places, stale, pieces)
         trained = {id(s): i for i, s in enumerate(samples) if s.trained.any()}
         n_left = len(trained)
         while n_left:
@@ -133,6 +132,7 @@ class Dump:
             place = {"micro_batch": places[i][0], "row": places[i][1], "index": i}
             fate = {"outcome": "trained", "step": plan.step, "staleness": stale[i]}
             self._has_fate(sample, fate | place)
+        self._write_behind(recorded)
 
     def _why_dropped(self, sample):
         if len(sample.input_ids) > self.token_budget:
@@ -155,18 +155,26 @@ class Dump:
         for story in self.waiting.values():
             fate = _first_fate(story["samples"]) or {"outcome": "unused", "step": step}
             self._write({"staleness": None} | story | fate)
-        self.waiting = {}
+        self._write_behind(None)
+        self.thread.shutdown()
 
     def _write(self, story):
-        line = {name: value for name, value in story.items() if name != "n_samples"}
-        self._guard(append_line, self.run / "rollouts.jsonl", line)
+        self.lines.append({name: value for name, value in story.items() if name != "n_samples"})
 
-    def _guard(self, write, *arguments):
-        """A full disk ends the dump, not the run."""
+    def _write_behind(self, recorded):
+        lines, self.lines = self.lines, []
+        if self.written:
+            self.written.result()
+        self.written = self.thread.submit(self._write_out, recorded, lines)
+
+    def _write_out(self, recorded, lines):
+        """In the thread. A full disk ends the dump, not the run."""
         if self.broken:
             return
         try:
-            write(*arguments)
+            if recorded:
+                write_step(step_file(self.run, recorded.step), recorded)
+            append_lines(self.run / "rollouts.jsonl", lines)
         except OSError as error:
             self.broken = True
             print(f"rollouts are no longer dumped: {error}", file=sys.stderr, flush=True)
@@ -178,9 +186,9 @@ def _first_fate(samples):
     return best and {name: best.get(name) for name in ("outcome", "step", "staleness")}
 
 
-def append_line(path, line):
+def append_lines(path, lines):
     with open(path, "a") as file:
-        file.write(json.dumps(line, default=str) + "\n")
+        file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
 
 
 # ---- one step as a file -------------------------------------------------------------------------

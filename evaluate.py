@@ -133,9 +133,8 @@ class Evaluation:
         self.records.append(("eval/step", self.step, 1))
         self.records.append(("eval/duration_s", time.monotonic() - self.begin, 1))
         if self.config.dump_rollouts:
-            for story in self.stories:
-                line = story | {"step": self.step, "outcome": "evaluated"}
-                dump.append_line(self.run / "eval.jsonl", line)
+            fate = {"step": self.step, "outcome": "evaluated"}
+            dump.append_lines(self.run / "eval.jsonl", [story | fate for story in self.stories])
         self.step = None
 
     def drain(self):

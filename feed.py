@@ -70,17 +70,20 @@ def scatter(plan, config):
 
 def sample_records(samples, staleness):
     """`sample/*` of the trained samples, and what each brought along. staleness: of each."""
-    found = []
-    for sample, stale in zip(samples, staleness):
-        found += [
-            ("sample/forwarded_tokens_mean", len(sample.input_ids), 1),
-            ("sample/forwarded_tokens_max", len(sample.input_ids), 1),
-            ("sample/trained_tokens_mean", int(sample.trained.sum()), 1),
-            ("sample/staleness_mean", stale, 1),
-            ("sample/staleness_max", stale, 1),
-            *((name, value, 1) for name, value in sample.metrics.items()),
-        ]
-    return found
+    n, tokens = len(samples), [len(sample.input_ids) for sample in samples]
+    trained = [int(sample.trained.sum()) for sample in samples]
+    brought = {}
+    for sample in samples:
+        for name, value in sample.metrics.items():
+            brought.setdefault(name, []).append(value)
+    return [
+        ("sample/forwarded_tokens_mean", sum(tokens) / n, n),
+        ("sample/forwarded_tokens_max", max(tokens), 1),
+        ("sample/trained_tokens_mean", sum(trained) / n, n),
+        ("sample/staleness_mean", sum(staleness) / n, n),
+        ("sample/staleness_max", max(staleness), 1),
+        *((name, sum(values) / len(values), len(values)) for name, values in brought.items()),
+    ]
 
 
 class Feed:
@@ -93,9 +96,10 @@ class Feed:
 
     def __init__(self, config, task, policy, tokenizer, model_path, budget, pad, run):
         self.config, self.budget, self.pad = config, budget, pad
-        self.plan, self.n_tokens, self.version = None, 0, 0
+        self.plan, self.step, self.n_tokens, self.version = None, 0, 0, 0
         self.pulled_tokens = self.released_tokens = 0
         self.groups = set()  # ids of those trained or dropped: what an epoch counts
+        self.told = []  # dump.stories of the rollouts that were scored during the last step
         self.worker = self.planner = self.evaluation = self.dump = None
         if dist.get_rank() != 0:
             return
@@ -105,13 +109,15 @@ class Feed:
             "model_name": config.model,
             "eos_token_ids": model.end_token_ids(policy.model, tokenizer),
         }
+        wants_told = config.dump_rollouts or "trackio" in config.report_to
         if config.dump_rollouts:
             self.dump = dump.Dump(run, budget)
             tokenizer.save_pretrained(run / "rollouts" / "tokenizer")
         if config.eval_env:
             self.evaluation = Evaluation(config, tasks.load_eval_task(config, task), run, **names)
         self.n_prompts = len(task.rows) if hasattr(task.rows, "__len__") else None
-        self.worker = RolloutWorker(asdict(config), task, **names)
+        options = asdict(config) | {"dump_rollouts": wants_told}
+        self.worker = RolloutWorker(options, task, **names)
         self.worker.set_allowance(max(config.max_staleness, 1) * rows * budget)
         self.worker.start()
         self.planner = planner.Planner(
@@ -191,12 +197,12 @@ class Feed:
             return
         self.worker.set_version(version)
         self.worker.set_allowance(max(self.config.max_staleness, 1) * self.step_tokens)
-        step = self.plan.step
+        self.step = step = self.plan.step
         self.groups |= set().union(*(row.groups for row in self.plan.rows))
         self.groups |= set(self.worker.drain_dropped())
-        stories = self.worker.drain_stories()
+        self.told = self.worker.drain_stories()
         if self.dump:
-            self.dump.tell(stories, step)
+            self.dump.tell(self.told, step)
             self.dump.step(self.plan, lambda sample: self._staleness(sample, step), log_probs)
         if self.evaluation and is_new:
             self.evaluation.start_if_due(step, version)
@@ -207,7 +213,8 @@ class Feed:
         samples = [sample for row in plan.rows for sample in row.samples]
         found = self.worker.drain_records() + planner.batch_metrics(plan, self.budget, self.pad)
         found += sample_records(samples, [self._staleness(s, plan.step) for s in samples])
-        found += [("sample/time_in_queue_s", now - s.created_at, 1) for s in samples]
+        waited_s = [now - sample.created_at for sample in samples]
+        found.append(("sample/time_in_queue_s", sum(waited_s) / len(waited_s), len(waited_s)))
         found.append(("rollout/queue_size", self.queue_size, 1))
         found.append(("sample/dropped_stale_count", plan.dropped["stale"], 1))
         if self.n_prompts:
@@ -225,9 +232,9 @@ class Feed:
     def close(self):
         if self.planner:
             self.planner.close()
-        if self.dump and self.plan:
-            self.dump.tell(self.worker.drain_stories(), self.plan.step)
-            self.dump.close(self.plan.step)
+        if self.dump:
+            self.dump.tell(self.worker.drain_stories(), self.step + 1)
+            self.dump.close(self.step + 1)
         for process in (self.worker, self.evaluation):
             if process:
                 process.stop()
@@ -240,7 +247,7 @@ class Replay:
 
     def __init__(self, config, pad):
         self.config, self.pad = config, pad
-        self.plan, self.n_tokens = None, 0
+        self.plan, self.n_tokens, self.told = None, 0, []
         files = dump.step_files(config.replay)
         self.budget = together(lambda: dump.read_step(files[0]).token_budget)
         self.files = iter(files)

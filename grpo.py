@@ -67,7 +67,8 @@ from rollout import reward_name
 def prepare(argv, plan_path):
     """For run.sh, before it starts a server: check all that can be, make the model, and write what
     run.sh must know to plan_path, as shell assignments."""
-    given, (config, task) = parse_command_line(argv), configure(argv)
+    config, task = configure(argv)
+    theirs = "vllm_server_base_url" in parse_command_line(argv)
     check_tasks(config, task)
     model_path = model.resolve_model(config.model)
     model.checkpoint_config(config, model_path)
@@ -77,7 +78,7 @@ def prepare(argv, plan_path):
         "LOGPROBS": config.num_sampler_logprobs + 1,  # the token endpoint counts the sampled one
         "TOP_K": config.top_k or "",
         "TRAIN_PROCESSES": config.num_train_processes or "",
-        "SERVER_URL": given.get("vllm_server_base_url", "none" if config.replay else ""),
+        "SERVER_URL": config.vllm_server_base_url if theirs or config.replay else "",
     }
     lines = (f"{name}={shlex.quote(str(value))}\n" for name, value in facts.items())
     Path(plan_path).write_text("".join(lines))
@@ -236,6 +237,7 @@ def train(config, task):
                 metrics.extend(feed.records() + speed(seconds, feed.plan, policy, device, config))
                 metrics.extend(records({"grad_norm": grad_norm, "learning_rate": learning_rate}))
                 metrics.record("num_tokens", feed.n_tokens)
+                metrics.trace(feed.told)
                 if step % config.logging_steps == 0:
                     metrics.flush(step)
                 if config.diagnose_steps and step % config.diagnose_steps == 0:

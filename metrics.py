@@ -17,7 +17,7 @@ NaN means "there was nothing to measure": it is left out of its window, and a de
 value at all is NaN (a count: 0). A NaN `loss` or `grad_norm` is not missing but broken, so it stays
 NaN. In metrics.jsonl NaN and infinities are null; the other sinks get no point for them.
 
-Left out: histograms, tables, per-process curves. METRICS.md defines every name.
+Left out: histograms, per-process curves. METRICS.md defines every name.
 Test: pytest tests/test_metrics.py
 """
 
@@ -85,6 +85,7 @@ NAMES = {
         eval/failed_count eval/step eval/duration_s eval/sync_held_s""",
 }
 LAST = {"step", "time", "num_tokens", "learning_rate", "epoch", "eval/step"}
+TRACES = 8  # conversations of a window that trackio gets: a group
 BROKEN_IF_NAN = {"loss", "grad_norm"}
 
 
@@ -171,7 +172,7 @@ class Metrics:
         config=None,
         project="espalier",
     ):
-        self.state, self.declared = {}, []
+        self.state, self.declared, self.traces = {}, [], []
         self.history = deque(maxlen=500)  # windows for the diagnosis: bounded, about 8 KB each
         self.lock = threading.Lock()
         self.sinks, self.warned = {}, set()  # sink name -> (write, close)
@@ -193,7 +194,9 @@ class Metrics:
             build = (
                 functools.partial(tensorboard_sink, run_dir, first_step)
                 if name == "tensorboard"
-                else functools.partial(tracker_sink, name, run_dir.resolve().name, project, config)
+                else functools.partial(
+                    tracker_sink, name, run_dir.resolve().name, project, config, self.traces
+                )
             )
             self._guard(name, lambda name=name, build=build: self.sinks.update({name: build()}))
 
@@ -209,6 +212,10 @@ class Metrics:
         with self.lock:
             for name, value, weight in records:
                 fold_(self.state, name, value, weight)
+
+    def trace(self, stories):
+        """Rollouts (dump.stories) for trackio's traces; the first few of a window are kept."""
+        self.traces += stories[: TRACES - len(self.traces)]
 
     def drain(self):
         """The open window as (name, value, weight) records, and start anew. Extending another
@@ -228,6 +235,7 @@ class Metrics:
         self.history.append(window)
         for name, (write, _) in list(self.sinks.items()):
             self._guard(name, lambda write=write: write(step, window))
+        self.traces.clear()
         return window
 
     def finish(self, step):
@@ -380,9 +388,23 @@ def tensorboard_sink(run_dir, first_step):
     return write, writer.close
 
 
-def tracker_sink(name, run_name, project, config):
-    """trackio and wandb: the first copied the second's interface."""
+def tracker_sink(name, run_name, project, config, traces):
+    """trackio and wandb: the first copied the second's interface. Only it takes `traces`, the
+    conversations of the window; it keeps them on this machine unless it was told otherwise."""
     tracker = importlib.import_module(name)
     project = os.environ.get(f"{name.upper()}_PROJECT", project)
     tracker.init(project=project, name=run_name, config=config or {})
-    return (lambda step, window: tracker.log(finite(window), step=step)), tracker.finish
+
+    def write(step, window):
+        told = {"rollouts": [as_trace(tracker, story) for story in traces]} if traces else {}
+        tracker.log(finite(window) | (told if name == "trackio" else {}), step=step)
+
+    return write, tracker.finish
+
+
+def as_trace(trackio, story):
+    names = ("group", "rollout", "reward", "rewards", "advantage", "versions", "generated_tokens")
+    return trackio.Trace(
+        messages=[*story["prompt"], *story["completion"]],
+        metadata={name: story[name] for name in names},
+    )

@@ -1,6 +1,6 @@
 """Rollouts as one HTML page without external resources: python plot.py RUN --rollouts N
 
-N groups, evenly spread over the run, each with its rollouts side by side: the turns, the rewards by
+N groups, spread over the run, each with its rollouts side by side: the turns, the rewards by
 source, what became of it, and the trained tokens, shaded by advantage or by importance ratio. It
 needs a run with --dump_rollouts (dump.py). The page loads nothing and runs no script (its
 Content-Security-Policy forbids both), so what a model wrote cannot act in the reader's browser.
@@ -42,7 +42,7 @@ section { margin: 1.2rem 0 2rem; border-top: 2px solid var(--line); padding-top:
 article { flex: 1 0 17rem; max-width: 40rem; background: var(--card); scroll-snap-align: start;
   border: 1px solid var(--line); border-radius: 8px; padding: .6rem .7rem; overflow-wrap: anywhere }
 article header { border-bottom: 1px solid var(--line); padding-bottom: .4rem; font-size: 13px }
-article header b { font-size: 1.15rem } .out { float: right; color: var(--dim) }
+article header b { font-size: 1.15rem } article header span { white-space: nowrap }
 .turn { white-space: pre-wrap; margin: .5rem 0 0; padding-left: .6rem;
   border-left: 3px solid var(--line); font: 13px/1.55 ui-monospace, monospace }
 .turn i { display: block; font: 11px system-ui, sans-serif; color: var(--dim) }
@@ -63,14 +63,13 @@ def build(run, n):
     groups = {}
     for line in dump.read_rollouts(run):
         groups.setdefault(line["group"], []).append(line)
-    groups = sorted(groups.values(), key=lambda lines: (min(x["step"] for x in lines), id(lines)))
-    picked = [groups[i] for i in np.linspace(0, len(groups) - 1, min(n, len(groups))).astype(int)]
+    picked = pick(groups.values(), n)
     config = json.loads((run / "config.json").read_text())
     bounds = [config[f"vllm_importance_sampling_clip_{end}"] for end in ("min", "max")]
     tokens = Tokens(run)
     body = "\n".join(group_html(lines, tokens, bounds) for lines in picked)
     name = escape(run.resolve().name)
-    about = f"{len(picked)} of {len(groups)} groups, evenly spread over the run"
+    about = f"{len(picked)} of {len(groups)} groups, spread over the run, some of them dropped"
     output = run / "rollouts.html"
     output.write_text(
         f"""<!doctype html><html lang="en"><head><meta charset="utf-8">
@@ -91,6 +90,25 @@ def build(run, n):
     return output
 
 
+def pick(groups, n):
+    """n groups in the order of the run: a quarter of them dropped ones, the rest trained."""
+    of_kind = {True: [], False: []}
+    for lines in groups:
+        outcomes = {line["outcome"] for line in lines}
+        if outcomes != {"unused"}:
+            of_kind["trained" in outcomes].append(lines)
+    trained, dropped = of_kind[True], of_kind[False]
+    n_dropped = min(len(dropped), max(n // 4, n - len(trained)))
+    picked = evenly(trained, n - n_dropped) + evenly(dropped, n_dropped)
+    return sorted(picked, key=lambda lines: (min(x["step"] for x in lines), lines[0]["group"]))
+
+
+def evenly(groups, n):
+    """n of the groups, the first and the last among them."""
+    places = np.linspace(0, len(groups) - 1, min(n, len(groups)))
+    return [groups[round(place)] for place in places]
+
+
 class Tokens:
     """The arrays of trained samples, and their tokens as text."""
 
@@ -99,6 +117,8 @@ class Tokens:
 
         self.run, self.step = run, None
         self.tokenizer = AutoTokenizer.from_pretrained(run / "rollouts" / "tokenizer")
+        added = self.tokenizer.added_tokens_decoder
+        self.special = {i for i, token in added.items() if token.special}
 
     def sample(self, step, index):
         """(Sample, the policy's log-probs of its trained tokens)."""
@@ -150,7 +170,8 @@ def card_html(line, tokens, bounds):
     trained = [s for s in line["samples"] if s["outcome"] == "trained"]
     outcome = line["outcome"] + (f" in step {line['step']}" if trained else "")
     sources = {name: value for name, value in line["rewards"].items() if value is not None}
-    facts = [f"{name} {value:.2f}" for name, value in sources.items() if len(sources) > 1]
+    facts = [outcome]
+    facts += [f"{name} {value:.2f}" for name, value in sources.items() if len(sources) > 1]
     facts.append(f"{line['generated_tokens']} tokens")
     if line["versions"]:
         facts.append("weights " + " to ".join(map(str, sorted(set(line["versions"])))))
@@ -165,7 +186,7 @@ def card_html(line, tokens, bounds):
         for i, s in enumerate(trained)
     ) or "".join(message_html(message) for message in line["completion"])
     return (
-        f'<article><header><span class="out">{escape(outcome)}</span><b>{reward}</b> '
+        f"<article><header><b>{reward}</b> "
         f'<span style="background:{color}">advantage {line["advantage"]:+.2f}</span><br>'
         f"{escape(', '.join(facts))}</header>{turns}</article>"
     )
@@ -183,7 +204,7 @@ def sample_html(sample, policy_log_probs, line, i, tokens, bounds):
     """The i-th trained sample of a rollout: what it was given (the prompt of the first is above),
     and what it generated, token by token."""
     context_roles = [m["role"] for m in line["completion"] if m["role"] != "assistant"]
-    texts, special = tokens.texts(sample.input_ids), set(tokens.tokenizer.all_special_ids)
+    texts, special = tokens.texts(sample.input_ids), tokens.special
     starts = np.flatnonzero(np.diff(sample.trained, prepend=~sample.trained[:1])).tolist()
     parts, term = [], 0
     for start, stop in zip(starts, [*starts[1:], len(texts)]):

@@ -49,6 +49,10 @@ PANELS = [  # title, [(label, metric, colour)]; several setups show the first me
         ],
     ),
     (
+        "Held-out prompts",
+        [("pass@1", "eval/pass_at_1", BLUE), ("pass@k", "eval/pass_at_k", GREEN)],
+    ),
+    (
         "Shares",
         [
             ("dropped", "frac_reward_zero_std", ORANGE),
@@ -186,8 +190,9 @@ def summary(windows):
 # ---- picture ----------------------------------------------------------------------------------
 
 
-def draw(setups, path, reward_only=False, columns=2):
-    """One PNG with a panel for each of PANELS that has data."""
+def draw(setups, path, reward_only=False, columns=None):
+    """One PNG with a panel for each of PANELS that has data, in two columns, or three if they fill
+    them."""
     try:
         import matplotlib
     except ImportError as error:
@@ -223,7 +228,7 @@ def draw(setups, path, reward_only=False, columns=2):
     ]
     if not panels:
         raise SystemExit("plot: the runs have none of the metrics that plot.py draws")
-    columns = min(columns, len(panels))
+    columns = min(columns or (3 if len(panels) % 3 == 0 else 2), len(panels))
     rows = -(-len(panels) // columns)
     width, height = (6.6, 2.7) if reward_only else (3.8 * columns, 2.5 * rows + 0.5)
     figure, axes = plt.subplots(
@@ -322,7 +327,8 @@ def draw_line(ax, curve, color):
         color=color,
         linewidth=1.8,
         solid_capstyle="round",
-        marker="o" if len(steps_S) == 1 else None,
+        marker="o" if len(steps_S) <= 12 else None,  # evaluations are few
+        markersize=4,
     )
     return True
 
@@ -414,7 +420,7 @@ def main(argv=None):
     parser.add_argument("-o", "--output", help="default: plot.png in the first run's folder")
     parser.add_argument("--text", action="store_true", help="print instead of drawing")
     parser.add_argument("--reward_only", action="store_true", help="one wide panel")
-    parser.add_argument("--columns", type=int, default=2, help="1 for a narrow screen")
+    parser.add_argument("--columns", type=int, help="1 for a narrow screen")
     parser.add_argument("--rollouts", type=int, metavar="N", help="a page of N groups to read")
     args = parser.parse_args(argv)
     runs = [load(path) for path in args.runs]

@@ -143,6 +143,7 @@ def test_a_full_disk_ends_the_dump_not_the_run(tmp_path, capsys):
     (tmp_path / "rollouts.jsonl").mkdir()  # so that it cannot be written
     story = {"group": 0, "rollout": 0, "n_samples": 0, "outcome": "equal rewards"}
     writer.tell([story, story], 1)
+    writer.close(1)
     assert capsys.readouterr().err.count("rollouts are no longer dumped") == 1
 
 
@@ -162,6 +163,7 @@ def record(folder, samples, world_size, **options):
         ]
         writer.pulled.extend(s for row in plan.rows for s in row.samples)
         writer.step(plan, lambda sample: 0, log_probs)
+    writer.close(plans[-1].step)
     return plans
 
 

@@ -164,6 +164,22 @@ def test_a_window_forgets_the_one_before():
     assert "reward" not in metrics.flush(3)
 
 
+def test_what_comes_after_the_last_step_joins_its_window(tmp_path):
+    metrics = Metrics(tmp_path, report_to="none")
+    metrics.declare(["entropy", "x_count"])
+    metrics.extend([("reward", 0.5, 1.0), ("x_count", 2, 1.0)])
+    metrics.flush(3)
+    metrics.finish(3)  # nothing came: no line
+    metrics.record("eval/pass_at_1", 0.25)
+    metrics.finish(3)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    (window,) = m.read_windows(tmp_path / "metrics.jsonl")
+    assert window["reward"] == 0.5 and window["x_count"] == 2 and window["eval/pass_at_1"] == 0.25
+    metrics.record("reward", 1.0)
+    metrics.finish(4)  # a last window that is shorter than the others
+    assert [w["step"] for w in m.read_windows(tmp_path / "metrics.jsonl")] == [3, 4]
+
+
 def test_declared_names_are_in_an_empty_window():
     metrics = Metrics()
     metrics.declare(m.applicable("tools", "moe", rewards=["correct"], tools=["search", "python"]))
@@ -279,6 +295,12 @@ def test_a_full_disk_costs_lines_not_the_run(tmp_path, capsys):
     assert [w["step"] for w in m.read_windows(tmp_path / "run" / "metrics.jsonl")] == [2]
 
 
+def story(reward):
+    names = ("group", "rollout", "rewards", "advantage", "versions", "generated_tokens")
+    messages = {"prompt": [{"content": "2+2?"}], "completion": [{"content": "4"}]}
+    return dict.fromkeys(names) | messages | {"reward": reward}
+
+
 def test_trackers_get_finite_values_and_the_step(tmp_path, monkeypatch):
     events = []
     for name in ("trackio", "wandb"):
@@ -288,19 +310,23 @@ def test_trackers_get_finite_values_and_the_step(tmp_path, monkeypatch):
             types.SimpleNamespace(
                 init=lambda **kw: events.append((kw["project"], kw["name"], kw["config"])),
                 log=lambda values, step: events.append((values, step)),
+                Trace=lambda messages, metadata: (messages, metadata["reward"]),
                 finish=lambda: events.append("finish"),
             ),
         )
     metrics = Metrics(tmp_path / "sums", report_to="trackio, wandb", config={"seed": 3})
     metrics.record("reward", 0.5)
     metrics.declare(["entropy"])  # NaN: no point
+    metrics.trace([story(i) for i in range(m.TRACES + 1)])
     metrics.flush(7)
+    metrics.flush(8)  # a window forgets the conversations of the one before
     metrics.close()
     metrics.close()
-    assert (
-        events
-        == [("espalier", "sums", {"seed": 3})] * 2 + [({"reward": 0.5}, 7)] * 2 + ["finish"] * 2
-    )
+    # trackio gets the first conversations as traces, wandb none
+    traces = [([{"content": "2+2?"}, {"content": "4"}], i) for i in range(m.TRACES)]
+    assert events[:2] == [("espalier", "sums", {"seed": 3})] * 2
+    assert events[2:4] == [({"reward": 0.5, "rollouts": traces}, 7), ({"reward": 0.5}, 7)]
+    assert events[4:] == [({}, 8)] * 2 + ["finish"] * 2
 
 
 def test_a_tracker_that_is_not_installed_is_a_warning(tmp_path, capsys, monkeypatch):

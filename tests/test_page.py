@@ -57,10 +57,10 @@ def write_run(folder, texts):
         line = story | {"group": 0, "rollout": i, "outcome": "trained", "step": 1, "staleness": 1}
         line["completion"] = [{"role": "assistant", "content": text}]
         line["samples"] = [{"outcome": "trained", "step": 1, "index": i}]
-        dump.append_line(folder / "rollouts.jsonl", line)
+        dump.append_lines(folder / "rollouts.jsonl", [line])
     line = story | {"group": 1, "rollout": 0, "outcome": "equal rewards", "step": 1}
     line |= {"completion": [{"role": "assistant", "content": "dropped"}], "staleness": None}
-    dump.append_line(folder / "rollouts.jsonl", line | {"samples": []})
+    dump.append_lines(folder / "rollouts.jsonl", [line | {"samples": []}])
 
 
 class Page(HTMLParser):
