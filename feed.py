@@ -10,6 +10,7 @@ rows, and each rank packs its own.
 Test: pytest tests/test_trainer.py tests/test_dump.py tests/test_end_to_end.py
 """
 
+import math
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -98,7 +99,8 @@ class Feed:
         self.config, self.budget, self.pad = config, budget, pad
         self.plan, self.step, self.n_tokens, self.version = None, 0, 0, 0
         self.pulled_tokens = self.released_tokens = 0
-        self.groups = set()  # ids of those trained or dropped: what an epoch counts
+        self.used = set()  # groups that were trained or dropped: what an epoch counts
+        self.n_prompts = len(task.rows) if hasattr(task.rows, "__len__") else math.nan
         self.told = []  # dump.stories of the rollouts that were scored during the last step
         self.worker = self.planner = self.evaluation = self.dump = None
         if dist.get_rank() != 0:
@@ -115,7 +117,6 @@ class Feed:
             tokenizer.save_pretrained(run / "rollouts" / "tokenizer")
         if config.eval_env:
             self.evaluation = Evaluation(config, tasks.load_eval_task(config, task), run, **names)
-        self.n_prompts = len(task.rows) if hasattr(task.rows, "__len__") else None
         options = asdict(config) | {"dump_rollouts": wants_told}
         self.worker = RolloutWorker(options, task, **names)
         self.worker.set_allowance(max(config.max_staleness, 1) * rows * budget)
@@ -151,6 +152,7 @@ class Feed:
         """The next step's samples of this rank, or None at the end. Every rank calls it."""
         if self.planner:
             self.plan = self._wait()
+            self._use_prompts()
         self.share = scatter(self.plan, self.config)
         return self.share
 
@@ -167,6 +169,17 @@ class Feed:
             self.step_tokens, self.released_tokens = pulled - self.released_tokens, pulled
             self.queue_size = self.worker.queue_size
             return plan
+
+    def _use_prompts(self):
+        """Count the prompts of this step as used up, and those that will never train."""
+        self.used.update(self.worker.drain_dropped())
+        if self.plan is not None:
+            self.used.update(*(row.groups for row in self.plan.rows))
+
+    @property
+    def epoch(self):
+        """Passes over the prompts, this step's included; NaN for a streamed dataset."""
+        return len(self.used) / self.n_prompts
 
     def sync_due(self, step):
         """Whether the weights go to the server after this step. Every rank calls it.
@@ -198,8 +211,6 @@ class Feed:
         self.worker.set_version(version)
         self.worker.set_allowance(max(self.config.max_staleness, 1) * self.step_tokens)
         self.step = step = self.plan.step
-        self.groups |= set().union(*(row.groups for row in self.plan.rows))
-        self.groups |= set(self.worker.drain_dropped())
         self.told = self.worker.drain_stories()
         if self.dump:
             self.dump.tell(self.told, step)
@@ -217,8 +228,7 @@ class Feed:
         found.append(("sample/time_in_queue_s", sum(waited_s) / len(waited_s), len(waited_s)))
         found.append(("rollout/queue_size", self.queue_size, 1))
         found.append(("sample/dropped_stale_count", plan.dropped["stale"], 1))
-        if self.n_prompts:
-            found.append(("epoch", len(self.groups) / self.n_prompts, 1))
+        found.append(("epoch", self.epoch, 1))
         self.n_tokens += plan.n_tokens
         return found + (self.evaluation.drain() if self.evaluation else [])
 
