@@ -207,7 +207,10 @@ def configure(argv):
     given = parse_command_line(argv)
     kinds = typing.get_type_hints(Config)
     chosen = {n: parse_value(n, text, kinds[n]) for n, text in given.items() if n in kinds}
-    recorded = recorded_options(chosen["replay"]) if chosen.get("replay") else {}
+    recorded = {}
+    if chosen.get("replay"):
+        recorded = recorded_options(chosen["replay"])
+        chosen["replay"] = str(Path(chosen["replay"]).resolve())  # runs/latest will be the new run
     task = tasks.load_task(chosen.get("env", recorded.get("env", Config.env)))
     task_kinds = typing.get_type_hints(task.Options) if task.Options else {}
     for name in given.keys() - kinds.keys() - task_kinds.keys():

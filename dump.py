@@ -41,12 +41,13 @@ NUMBERS = [field.name for field in fields(Sample) if field.type in (int, float)]
 # ---- in the rollout process ---------------------------------------------------------------------
 
 
-def stories(group, rewards_by_source, advantages, is_kept):
+def stories(group, rewards_by_source, advantages, is_kept, tools=()):
     """What a reader wants to know of each rollout of a scored group, as JSON-ready dicts.
 
-    group: rollout.RolloutGroup with its rewards; rewards_by_source: {name: float64[n], NaN where it
-    did not score}. A group that is not kept, or a rollout without reward or trained token, has its
-    outcome already; the others get theirs from the trainer.
+    group: RolloutGroup with its rewards; rewards_by_source: {name: float64[n], NaN where it did not
+    score}; tools: names of those that the model could call. A group that is not kept, or a rollout
+    without reward or trained token, has its outcome already; the others get theirs from the
+    trainer.
     """
     told = []
     for i, samples in enumerate(group.completions_sequences):
@@ -57,6 +58,7 @@ def stories(group, rewards_by_source, advantages, is_kept):
             "row_index": group.row_index,
             "prompt": group.prompts[i],
             "completion": group.completions[i],
+            "tools": list(tools),
             "columns": {name: values[i] for name, values in group.reward_kwargs.items()},
             "rewards": {name: _number(values[i]) for name, values in rewards_by_source.items()},
             "reward": _number(group.rewards[i]),

@@ -208,7 +208,10 @@ def test_replay_takes_the_options_of_the_run_and_needs_its_dump(tmp_path):
     run |= {"digits": 2, "output_dir": "x", "dump_rollouts": True, "max_steps": 7}
     (tmp_path / "config.json").write_text(json.dumps(run))
     record(tmp_path, make_samples(n_groups=1), 1, gradient_accumulation_steps=1)
-    options, task = config.configure(["--replay", str(tmp_path), "--loss", "dr_grpo"])
+    latest = tmp_path / "latest"
+    latest.symlink_to(tmp_path)
+    options, task = config.configure(["--replay", str(latest), "--loss", "dr_grpo"])
+    assert options.replay == str(tmp_path)  # the link will point to the new run
     assert options.learning_rate == 0.5 and options.loss == "dr_grpo" and options.max_steps == 7
     assert task.options.digits == 2
     assert options.output_dir is None and not options.dump_rollouts
