@@ -170,6 +170,7 @@ def train(config, task):
         run if first else None,
         report_to=config.report_to,
         total_steps=max(config.max_steps, 0) or None,
+        disable_tqdm=config.disable_tqdm,
         config=asdict(config),
     )
     metrics.declare(metric_names(config, task, policy, device))

@@ -169,6 +169,7 @@ class Metrics:
         report_to="auto",
         total_steps=None,
         first_step=0,
+        disable_tqdm=None,  # no progress bar; None: unless on a terminal
         config=None,
         project="espalier",
     ):
@@ -183,7 +184,9 @@ class Metrics:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.sinks["console"] = (self._console, self._close_bar)
         self.sinks["jsonl"] = (jsonl_sink(run_dir / "metrics.jsonl"), lambda: None)
-        if sys.stdout.isatty() and sys.stderr.isatty():
+        if disable_tqdm is None:
+            disable_tqdm = not (sys.stdout.isatty() and sys.stderr.isatty())
+        if not disable_tqdm:
             with contextlib.suppress(ImportError):  # no tqdm, no bar; the lines say the same
                 from tqdm import tqdm
 

@@ -350,6 +350,18 @@ def test_tensorboard_is_written_if_installed(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("reward")] == [(3, 0.25)]
 
 
+def test_the_bar_counts_steps_and_lines_go_past_it(tmp_path, capsys):
+    pytest.importorskip("tqdm")
+    metrics = Metrics(tmp_path, report_to="none", total_steps=4, disable_tqdm=False)
+    metrics.extend([("loss", 0.5, 1.0), ("reward", 0.25, 1.0)])
+    metrics.flush(2)
+    metrics.close()
+    said = capsys.readouterr()
+    assert "step 2/4  reward  0.250" in said.out
+    assert "2/4" in said.err and "loss 0.5000, reward 0.250" in said.err
+    assert Metrics(tmp_path, report_to="none").bar is None  # not on a terminal
+
+
 def test_the_console_line_has_the_figures_and_leaves_out_unknown_ones():
     window = {
         "reward": 0.6125,
@@ -454,6 +466,19 @@ def test_plot_draws_one_run(tmp_path, capsys):
     plot.main([run, "--reward_only", "-o", str(tmp_path / "reward.png")])
     width, height = png_size(tmp_path / "reward.png")
     assert width > 2 * height
+
+
+def test_plot_draws_evaluations_and_fills_three_columns(tmp_path):
+    pytest.importorskip("matplotlib")
+    windows = synthetic_run()
+    for window in windows[9::10]:
+        window |= {"eval/pass_at_1": window["reward"], "eval/pass_at_k": 1.0}
+    run = write_run(tmp_path / "sums", windows)
+    plot.main([run])
+    width, height = png_size(tmp_path / "sums" / "plot.png")
+    assert width > height  # nine panels
+    steps, values = plot.curves([windows], "eval/pass_at_1")
+    assert steps.tolist() == [10, 20, 30, 40, 50, 60]
 
 
 def test_plot_leaves_out_panels_without_data_and_survives_one_step(tmp_path):
