@@ -102,6 +102,7 @@ def open_run(config, task, server):
     facts = {
         "command": shlex.join([sys.executable, *sys.argv]),
         "git_sha": git("rev-parse", "HEAD"),
+        "git_untracked": git("ls-files", "--others", "--exclude-standard").splitlines(),
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "processes": dist.get_world_size(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),

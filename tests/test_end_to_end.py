@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import dump
 import metrics
@@ -185,6 +186,13 @@ def test_ten_steps_can_be_seen_evaluated_and_replayed(tiny_server, tmp_path):
         if not all(map(math.isfinite, values)):
             assert name in MAY_BE_NULL, f"{name}: {values}"
     assert steps[-1]["epoch"] > steps[0]["epoch"] > 0
+
+    # The folder says what was run, and on what.
+    facts = json.loads((run / "run.json").read_text())
+    assert facts["vllm"] and facts["torch"] == torch.__version__ and facts["processes"] == 2
+    assert "grpo.py --env" in facts["command"] and len(facts["git_sha"]) in (0, 40)
+    assert (run / "task.py").read_text() == TASK and (run / "git.diff").exists()
+    assert (ROOT / "runs/latest").resolve() == run
 
     # Every evaluation under one version, the last one of the last weights.
     evaluated = [step for step in steps if "eval/step" in step]

@@ -143,6 +143,13 @@ def test_the_last_step_is_evaluated_too():
     assert it.worker.events == [3, "start"]
 
 
+def test_two_task_files_of_one_name_are_refused(tmp_path):
+    (tmp_path / "arithmetic.py").write_text("dataset = []")
+    config = dataclasses.replace(Config(), eval_env=str(tmp_path / "arithmetic.py"))
+    with pytest.raises(ValueError, match="--eval_env .*rename one of them"):
+        tasks.load_eval_task(config, tasks.load_task("arithmetic"))
+
+
 def test_the_held_out_task_shares_the_options_of_the_trained_one():
     task = tasks.load_task("arithmetic", {"digits": 2, "n_prompts": 16})
     config = dataclasses.replace(Config(), eval_env="arithmetic")
