@@ -297,6 +297,10 @@ def draw_panel(ax, title, lines, setups):
         )
     ax.margins(x=0.01)
     if not ax.patches:
+        steps = [window["step"] for seeds in setups.values() for run in seeds for window in run]
+        margin = max(0.01 * (max(steps) - min(steps)), 0.1)
+        ax.set_xlim(min(steps) - margin, max(steps) + margin)  # also where only some have values
+        ax.locator_params(axis="x", integer=True)
         ax.locator_params(axis="y", nbins=4)
         if not title.startswith(("Reward", "Ratio")):
             ax.set_ylim(bottom=0)
