@@ -14,6 +14,7 @@ from test_trainer import BUDGET, CONFIG, assert_close, gradients, make_samples, 
 import config
 import dump
 import feed
+import grpo
 import planner
 
 
@@ -217,3 +218,14 @@ def test_replay_takes_the_options_of_the_run_and_needs_its_dump(tmp_path):
     assert options.output_dir is None and not options.dump_rollouts
     with pytest.raises(ValueError, match="--eval_env.*replay"):
         config.configure(["--replay", str(tmp_path), "--eval_env", "arithmetic"])
+
+
+def test_run_sh_starts_no_server_for_a_replay(tiny_folder, tmp_path):
+    run = dataclasses.asdict(dataclasses.replace(config.Config(), model=str(tiny_folder)))
+    (tmp_path / "config.json").write_text(json.dumps(run))
+    record(tmp_path, make_samples(n_groups=1), 1, gradient_accumulation_steps=1)
+    grpo.prepare(["--replay", str(tmp_path)], tmp_path / "plan")
+    plan = dict(line.split("=", 1) for line in (tmp_path / "plan").read_text().splitlines())
+    assert plan["SERVER_URL"].startswith("http") and plan["MODEL_PATH"] == str(tiny_folder)
+    grpo.prepare(["--model", str(tiny_folder)], tmp_path / "plan")
+    assert "SERVER_URL=''" in (tmp_path / "plan").read_text()  # its own
