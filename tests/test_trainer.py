@@ -17,7 +17,7 @@ import model
 import packing
 import planner
 from config import Config
-from feed import Feed
+from feed import shares
 
 BUDGET = 64
 CONFIG = Config(gradient_checkpointing=False, num_sampler_logprobs=3, max_completion_length=8)
@@ -123,9 +123,7 @@ def planned_gradients(rank, folder, config, samples):
             gradient_accumulation_steps=config.gradient_accumulation_steps,
         )
     )
-    feed = Feed.__new__(Feed)  # the division of labour alone, without worker and planner
-    feed.config, feed.plan = config, plan
-    share = feed._share(rank)
+    share = shares(plan, config, dist.get_world_size())[rank]
     assert sum(len(row.samples) for row in plan.rows) == len(samples), "all in one step"
     return gradients(folder, config, share.rows, share.denominators)
 
@@ -170,13 +168,14 @@ def test_denominators_of_the_spec_and_of_the_step():
         return [type("Row", (), {"n_terms": n, "samples": [None]})() for n in n_terms]
 
     plan = planner.Plan(step=1, micro_batches=[row(8), row(2)], dropped={})
-    feed = Feed.__new__(Feed)
-    feed.plan, feed.config = plan, CONFIG
-    assert feed._share(0).denominators == [16, 4]
-    feed.config = dataclasses.replace(CONFIG, normalize="step")
-    assert feed._share(0).denominators == [10, 10]
-    feed.config = dataclasses.replace(CONFIG, loss="gspo")  # one sample a micro-batch, mean of 2
-    assert feed._share(0).denominators == [2, 2]
+
+    def denominators(**options):
+        (share,) = shares(plan, dataclasses.replace(CONFIG, **options), world_size=1)
+        return share.denominators
+
+    assert denominators() == [16, 4]
+    assert denominators(normalize="step") == [10, 10]
+    assert denominators(loss="gspo") == [2, 2]  # one sample a micro-batch, mean of 2
 
 
 def test_gathered_metrics_are_those_of_all_rows(two_ranks):
