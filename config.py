@@ -10,6 +10,7 @@ Test: pytest tests/test_config.py
 import difflib
 import inspect
 import json
+import math
 import re
 import typing
 from dataclasses import dataclass
@@ -93,6 +94,22 @@ class Config:
     train_sampling_strategy: str = "random"  # order of prompts in an epoch: random or sequential
     ddp_timeout: int = 1800  # seconds that one rank waits for the others
 
+    # --- checkpoints
+    save_strategy: str = "steps"  # when a checkpoint is saved: steps, epoch or no
+    save_steps: float = 500  # optimizer steps between two; below 1 a fraction of max_steps
+    save_total_limit: int | None = None  # checkpoints that are kept; default: all
+    resume_from_checkpoint: str | None = None  # a checkpoint's folder, or True for the newest
+
+    @property
+    def run_folder(self):
+        """Where the run lives, if it was named."""
+        return self.output_dir or (self.run_name and f"runs/{self.run_name}")
+
+    def steps_of(self, name):
+        """An option in steps, where a value below 1 stands for a fraction of max_steps."""
+        value = getattr(self, name)
+        return math.ceil(value * self.max_steps if 0 < value < 1 else value)
+
     @property
     def compute_dtype(self):
         bf16 = torch.cuda.is_available() if self.bf16 is None else self.bf16
@@ -139,10 +156,6 @@ REFUSED = {
     "num_completions_to_print": _LATER,
     "eval_strategy": _LATER,
     "eval_steps": _LATER,
-    "save_strategy": "the final model is always saved; checkpoints in between are " + _LATER,
-    "save_steps": "the final model is always saved; checkpoints in between are " + _LATER,
-    "save_total_limit": "checkpoints are " + _LATER,
-    "resume_from_checkpoint": _LATER,
     "push_to_hub": _LATER,
     "hub_model_id": _LATER,
 }
@@ -259,6 +272,15 @@ def check_config(config):
     need(c.max_staleness >= 0, "max_staleness", "must not be negative")
     need(c.weight_sync_steps >= 1, "weight_sync_steps", "must be at least 1")
     need(c.max_concurrent_rollouts >= 1, "max_concurrent_rollouts", "must be at least 1")
+    need(c.save_steps > 0, "save_steps", "must be positive; --save_strategy no saves none")
+    need(
+        c.save_total_limit is None or c.save_total_limit >= 1,
+        "save_total_limit",
+        "must be at least 1",
+    )
+    for name in ("save_steps", "warmup_steps"):
+        fraction = 0 < getattr(c, name) < 1
+        need(not fraction or c.max_steps > 0, name, "a fraction of max_steps needs --max_steps")
     need(c.diagnose_steps >= 0, "diagnose_steps", "must not be negative")
     need(c.logging_steps >= 1, "logging_steps", "must be at least 1")
     need(c.learning_rate >= 0, "learning_rate", "must not be negative")
@@ -268,6 +290,7 @@ def check_config(config):
         "score_centering_tail": ("drop", "proportional"),
         "normalize": ("micro_batch", "step"),
         "lr_scheduler_type": ("constant", "constant_with_warmup", "linear", "cosine"),
+        "save_strategy": ("steps", "epoch", "no"),
         "dtype": ("auto", "bfloat16", "float32"),
         "attention": ("auto", "flash", "flex", "varlen", "sdpa"),
         "train_sampling_strategy": ("random", "sequential"),

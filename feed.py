@@ -7,6 +7,7 @@ each rank packs its own.
 Test: pytest tests/test_trainer.py tests/test_end_to_end.py
 """
 
+import math
 import time
 from dataclasses import asdict, dataclass
 
@@ -23,6 +24,7 @@ class Share:
 
     rows: list  # samples of this rank, one list a micro-batch
     denominators: list  # what each micro-batch's summed loss is divided by
+    epoch: float  # passes over the prompts once this step is done; NaN for a stream
 
 
 class Feed:
@@ -31,11 +33,16 @@ class Feed:
     Generation is held to `max_staleness` by tokens: the worker may have max(max_staleness, 1) times
     the tokens of the last step queued, in progress, or planned but not yet trained on. It goes
     beyond that only while the planner waits for samples to fill a step.
+
+    `resumed` is the state() that a checkpoint was saved with.
     """
 
-    def __init__(self, config, task, policy, tokenizer, model_path, budget, pad):
+    def __init__(self, config, task, policy, tokenizer, model_path, budget, pad, resumed=None):
         self.config, self.budget, self.pad = config, budget, pad
-        self.plan, self.n_tokens = None, 0
+        resumed = resumed or {"step": 0, "num_tokens": 0, "next_prompt": 0, "used": []}
+        self.plan, self.n_tokens = None, resumed["num_tokens"]
+        self.next_prompt, self.used = resumed["next_prompt"], set(resumed["used"])
+        self.n_prompts = len(task.rows) if hasattr(task.rows, "__len__") else math.nan
         self.pulled_tokens = self.released_tokens = 0
         self.worker = self.planner = None
         if dist.get_rank() != 0:
@@ -47,6 +54,8 @@ class Feed:
             model_path=model_path,
             model_name=config.model,
             eos_token_ids=model.end_token_ids(policy.model, tokenizer),
+            start_index=self.next_prompt,
+            used=frozenset(self.used),
         )
         self.worker.set_allowance(max(config.max_staleness, 1) * rows * budget)
         self.worker.start()
@@ -55,7 +64,7 @@ class Feed:
             token_budget=budget,
             world_size=dist.get_world_size(),
             gradient_accumulation_steps=config.gradient_accumulation_steps,
-            first_step=1,
+            first_step=resumed["step"] + 1,
             is_stale=self._is_stale,
             vocab_size=policy.model.get_output_embeddings().weight.shape[0],
         )
@@ -80,6 +89,7 @@ class Feed:
         shares = None
         if self.planner:
             self.plan = self._wait()
+            self._use_prompts()
             shares = [self._share(rank) for rank in range(dist.get_world_size())]
         mine = [None]
         dist.scatter_object_list(mine, shares, src=0)
@@ -99,6 +109,31 @@ class Feed:
             self.queue_size = self.worker.queue_size
             return plan
 
+    def _use_prompts(self):
+        """Count the prompts of this step as used up, and those that will never train."""
+        groups = set(self.worker.drain_dropped())
+        if self.plan is not None:
+            groups |= self.plan.dropped_groups
+            groups |= {sample.group_id for row in self.plan.rows for sample in row.samples}
+        # the rest of a group may come in a later step, when all up to it is used
+        self.used |= {group for group in groups if group >= self.next_prompt}
+        while self.next_prompt in self.used:
+            self.used.remove(self.next_prompt)
+            self.next_prompt += 1
+
+    def state(self):
+        """Where the run stands in the order of prompts after this step, for a checkpoint."""
+        return {
+            "num_tokens": self.n_tokens,
+            "next_prompt": self.next_prompt,
+            "used": sorted(self.used),
+        }
+
+    @property
+    def epoch(self):
+        """Passes over the prompts, this step's included; NaN for a streamed dataset."""
+        return (self.next_prompt + len(self.used)) / self.n_prompts
+
     def _share(self, rank):
         if self.plan is None:
             return None
@@ -110,7 +145,7 @@ class Feed:
             denominators = [sum(counts)] * len(counts)
         else:
             denominators = [count * len(counts) for count in counts]
-        return Share(self.plan.samples(rank), denominators)
+        return Share(self.plan.samples(rank), denominators, self.epoch)
 
     def trained(self, version):
         """After a step: tell the worker the server's version and how far ahead it may run."""
@@ -123,6 +158,7 @@ class Feed:
         now, plan = time.time(), self.plan
         found = self.worker.drain_records() + planner.batch_metrics(plan, self.budget, self.pad)
         found.append(("rollout/queue_size", self.queue_size, 1))
+        found.append(("epoch", self.epoch, 1))
         found.append(("sample/dropped_stale_count", plan.dropped["stale"], 1))
         for sample in (sample for row in plan.rows for sample in row.samples):
             staleness = self._staleness(sample, plan.step)

@@ -9,9 +9,9 @@ trains on what they queue, without waiting for either unless the queue is empty.
 
     1 wait     for the next planned step; every rank gets its samples (feed.py, planner.py)
     2 pack     each rank packs its samples into prefix-tree rows (packing.py, attention.py)
-    3 train    forward and backward over the rows (model.py, loss.py), clip, AdamW
+    3 train    forward and backward over the rows (model.py, loss.py), clip, AdamW (update.py)
     4 sync     every weight_sync_steps: the new weights go to the server while it waits
-    5 log      metrics of the window (metrics.py)
+    5 log      metrics of the window (metrics.py), a checkpoint when it is due (checkpoint.py)
 
 Weight versions: the weights that the run starts from are version 0 (sent before the first rollout),
 and the n-th sync after that makes version n. A sample's staleness at a step is the version that the
@@ -22,7 +22,6 @@ DeepSpeed, context and sequence parallelism.
 Test: pytest tests/test_trainer.py tests/test_end_to_end.py
 """
 
-import functools
 import itertools
 import json
 import math
@@ -43,16 +42,15 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from transformers import get_scheduler
 
 import attention
 import chat
-import loss
+import checkpoint
 import model
 import packing
 import sync
 import tasks
+import update
 from config import Config, configure, parse_command_line, print_help
 from feed import Feed
 from metrics import Metrics, applicable
@@ -65,7 +63,7 @@ def prepare(argv, plan_path):
     """For run.sh, before it starts a server: check all that can be, make the model, and write what
     run.sh must know to plan_path, as shell assignments."""
     given, (config, task) = parse_command_line(argv), configure(argv)
-    tasks.check_task(task)
+    check(config, task)
     model_path = model.resolve_model(config.model)
     model.checkpoint_config(config, model_path)
     facts = {
@@ -80,16 +78,29 @@ def prepare(argv, plan_path):
     Path(plan_path).write_text("".join(lines))
 
 
-def open_run(config, task):
-    """Make the run folder (config, command, stack, git state) and point runs/latest at it."""
-    name = config.run_name or f"{Path(config.env).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = Path(config.output_dir or f"runs/{name}")
+def check(config, task):
+    """What is wrong with a task, alone or with these options, is said before anything starts."""
+    tasks.check_task(task)
+    if config.save_strategy == "epoch" and not hasattr(task.rows, "__len__"):
+        raise ValueError(
+            f"--save_strategy epoch: task {task.name} streams its dataset, whose end is not known; "
+            "use --save_strategy steps"
+        )
+    checkpoint.find(config)
+
+
+def open_run(config, task, resumed_from):
+    """Make the run folder (config, command, stack, git state) and point runs/latest at it. A
+    resumed run goes on in the folder of its checkpoint unless it is given another."""
+    new = f"runs/{Path(config.env).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path(config.run_folder or (resumed_from.parent if resumed_from else new))
     folder.mkdir(parents=True, exist_ok=True)
     resolved = asdict(config) | (asdict(task.options) if task.options else {})
     (folder / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
     stack = {name: installed(name) for name in ("torch", "transformers", "numpy")}
     state = {"sha": git("rev-parse", "HEAD"), "diff": git("diff", "HEAD")}
     facts = {"command": shlex.join(sys.argv), "python": sys.version.split()[0], **stack, **state}
+    facts["resumed_from"] = resumed_from and str(resumed_from)
     (folder / "run.json").write_text(json.dumps(facts, indent=2) + "\n")
     changed = {n: v for n, v in resolved.items() if v != getattr(Config, n, None)}
     say(f"run: {folder}; options that differ from the defaults: {json.dumps(changed)}")
@@ -120,6 +131,8 @@ def train(config, task):
     first = dist.get_rank() == 0
     torch.manual_seed(config.seed)
     with one_line_errors():
+        resumed_from = sync.together(lambda: checkpoint.find(config) if first else None)
+        resumed = checkpoint.load_state(resumed_from) if resumed_from else None
         server = sync.VllmServer(config.vllm_server_base_url, config.vllm_server_timeout)
         info = sync.together(lambda: connect(server, config) if first else None)
         model_path = model.resolve_model(config.model)
@@ -131,23 +144,34 @@ def train(config, task):
     compiled = config.torch_compile if config.torch_compile is not None else device.type == "cuda"
     tied = model_config.get_text_config().tie_word_embeddings
     model.shard(policy, device, config.compute_dtype, compiled)
-    optimizer, scheduler = make_optimizer(policy, config)
+    optimizer, scheduler = update.make_optimizer(policy, config)
+    done = resumed["step"] if resumed else 0
+    if resumed:
+        checkpoint.restore(resumed_from, policy, optimizer, scheduler, done)
 
     # The first thing done is a sync: a server that cannot take weights, or whose log-probs differ,
     # is found before anything is generated; and a server that has seen another run starts anew.
-    version = 0
+    version = done // config.weight_sync_steps
     sender = sync.make_sender(server, info, sync.Weights(policy.model, info.dtype, tied=tied))
     with one_line_errors():
         sync.sync_weights(server, sender, version)
         difference = check_sync(policy, tokenizer, server, info, config, device)
 
-    run = open_run(config, task) if first else None
-    metrics = Metrics(run, report_to=config.report_to, total_steps=max(config.max_steps, 0) or None)
+    run = sync.together(lambda: open_run(config, task, resumed_from) if first else None)
+    metrics = Metrics(
+        run if first else None,
+        report_to=config.report_to,
+        total_steps=max(config.max_steps, 0) or None,
+        first_step=done,
+    )
     metrics.declare(metric_names(config, task, policy, device))
     metrics.record("sampling/sync_check_max", difference)
-    feed = Feed(config, task, policy, tokenizer, model_path, budget, pad)
+    saves = checkpoint.Checkpoints(run, policy, optimizer, config)
+    if resumed:
+        saves.resume(resumed)
+    feed = Feed(config, task, policy, tokenizer, model_path, budget, pad, resumed)
     try:
-        for step in itertools.count(1):
+        for step in itertools.count(done + 1):
             if config.max_steps > 0 and step > config.max_steps:
                 break
             clock = Clock(device)
@@ -156,8 +180,8 @@ def train(config, task):
             with clock("perf/rollout_wait_s"):
                 share = feed.next()
             if share is None:  # the prompts have ended
-                if first and (step - 1) % config.logging_steps:
-                    metrics.flush(step - 1)  # the last window is shorter
+                if first and done % config.logging_steps:
+                    metrics.flush(done)  # the last window is shorter
                 break
 
             # ---- 2 pack --------------------------------------------------------------------------
@@ -168,23 +192,15 @@ def train(config, task):
 
             # ---- 3 forward, backward, step -------------------------------------------------------
             with clock("perf/fwd_bwd_s"):
-                seen = []
-                for samples, row, tree, denominator in zip(
-                    share.rows, rows, trees, share.denominators, strict=True
-                ):
-                    with clock("perf/fwd_s"):
-                        log_probs, entropy = policy(row, tree, config.temperature)
-                    row_loss = term_losses(config, row, log_probs, len(samples)).sum() / denominator
-                    row_loss.backward()
-                    seen.append(
-                        row_metrics(config, row, log_probs, entropy, row_loss, len(samples))
-                    )
+                seen = update.forward_backward(policy, config, share, rows, trees, clock)
             with clock("perf/optimizer_s"):
-                grad_norm = clip_gradients(policy, config.max_grad_norm, step)
+                grad_norm = update.clip_gradients(policy, config.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
                 learning_rate = scheduler.get_last_lr()[0]
                 scheduler.step()
+            found, grad_norm = update.gather_metrics(seen, grad_norm)  # waits for the device
+            update.check_norm(grad_norm, step)
 
             # ---- 4 sync --------------------------------------------------------------------------
             if step % config.weight_sync_steps == 0:
@@ -195,9 +211,9 @@ def train(config, task):
                     metrics.record("sampling/sync_check_max", difference)
             feed.trained(version)
 
-            # ---- 5 log ---------------------------------------------------------------------------
+            # ---- 5 log, save ---------------------------------------------------------------------
             seconds = clock.read()
-            metrics.extend(gather_metrics(seen))
+            metrics.extend(found)
             if first:
                 metrics.extend(feed.records() + speed(seconds, feed.plan, policy, device, config))
                 metrics.extend(records({"grad_norm": grad_norm, "learning_rate": learning_rate}))
@@ -206,7 +222,15 @@ def train(config, task):
                     metrics.flush(step)
                 if config.diagnose_steps and step % config.diagnose_steps == 0:
                     diagnose(metrics, config)
+            done = step
+            if saves.is_due(step, share.epoch):
+                metrics.record("perf/checkpoint_s", saves.save(step, feed.state()))
+            saves.check()
+        if saves.is_due(done, saves.epoch, last=True):
+            saves.save(done, feed.state())
+        saves.finish()
     finally:
+        saves.close()
         feed.close()
         sender.close()
         metrics.close()
@@ -297,109 +321,6 @@ def text_sample(ids):
         set_offsets=None,
         versions=np.zeros(n, np.int32),
     )
-
-
-def make_optimizer(policy, config):
-    """AdamW on the sharded masters (weight decay on matrices only), and its schedule."""
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        fused=True,
-    )
-    warmup = config.warmup_steps
-    scheduler = get_scheduler(
-        config.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=math.ceil(warmup * config.max_steps if 0 < warmup < 1 else warmup),
-        num_training_steps=config.max_steps,
-    )
-    return optimizer, scheduler
-
-
-def term_losses(config, row, log_probs, n_samples):
-    """The configured loss of each term, [M]. log_probs [M, 1 + K]: sampled token, then head."""
-    bounds = {
-        "clip_min": config.vllm_importance_sampling_clip_min,
-        "clip_max": config.vllm_importance_sampling_clip_max,
-    }
-    region = {"epsilon": config.epsilon, "epsilon_high": config.epsilon_high}
-    shared = {
-        "policy_log_probs": log_probs[:, 0],
-        "sampler_log_probs": row.sampler_log_probs,
-        "advantages": row.advantages,
-    }
-    if config.loss == "cispo":
-        return loss.cispo_loss(**shared, clip_max=config.vllm_importance_sampling_clip_max)
-    if config.loss == "gspo":
-        samples = {"term_samples": row.term_samples, "n_samples": n_samples}
-        return loss.gspo_loss(**shared, **samples, **region)
-    if config.loss == "dr_grpo":
-        length = config.max_completion_length
-        return loss.dr_grpo_loss(**shared, **region, **bounds, max_completion_length=length)
-    if not config.score_centering:
-        return loss.clipped_surrogate_loss(**shared, **region, **bounds)
-    return loss.score_centering_loss(
-        **shared,
-        head_policy_log_probs=log_probs[:, 1:],
-        head_sampler_log_probs=row.top_log_probs,
-        weight=functools.partial(loss.masked_weight, **bounds),
-        tail=config.score_centering_tail,
-    )
-
-
-def clip_gradients(policy, max_norm, step):
-    """Scale the summed gradients down to max_norm (0: never). -> their norm before. Collective."""
-    parameters = [p for p in policy.parameters() if p.requires_grad]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm or math.inf)
-    norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    if not math.isfinite(norm):
-        raise FloatingPointError(
-            f"step {step}: the gradient's norm is {norm}; lower --learning_rate, or look whether "
-            "sampling/sync_check_max says that server and trainer disagree"
-        )
-    return norm
-
-
-def row_metrics(config, row, log_probs, entropy, row_loss, n_samples):
-    """One row's sums and extremes (loss.loss_metrics) and its part of the loss, on the device."""
-    return {"loss": row_loss.detach()} | loss.loss_metrics(
-        policy_log_probs=log_probs[:, 0],
-        sampler_log_probs=row.sampler_log_probs,
-        advantages=row.advantages,
-        entropy=entropy,
-        term_samples=row.term_samples,
-        n_samples=n_samples,
-        head_sampler_log_probs=row.top_log_probs if config.score_centering else None,
-        epsilon=config.epsilon,
-        epsilon_high=config.epsilon_high,
-        clip_min=config.vllm_importance_sampling_clip_min,
-        clip_max=config.vllm_importance_sampling_clip_max,
-    )
-
-
-def gather_metrics(rows):
-    """The step's loss metrics over rows and ranks, as records. One transfer, one all-gather."""
-    merged = loss.merge_metrics(rows)
-    flat = torch.cat([value.float().reshape(-1) for value in merged.values()]).cpu()
-    gathered = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, flat)
-    ranks = []
-    for flat in gathered:
-        values = flat.split([value.numel() for value in merged.values()])
-        shapes = [value.shape for value in merged.values()]
-        ranks.append({n: v.view(s) for n, v, s in zip(merged, values, shapes)})
-    merged = loss.merge_metrics(ranks)
-    return [
-        (name, float(value), float(merged[name][1]) if merged.get(name, value).ndim else 1.0)
-        for name, value in loss.finish_metrics(merged).items()
-    ]
 
 
 def speed(seconds, plan, policy, device, config):
@@ -494,7 +415,7 @@ def main(argv):
         if argv[:1] == ["--prepare"]:
             return prepare(argv[2:], argv[1])
         config, task = configure(argv)
-        tasks.check_task(task)
+        check(config, task)
     train(config, task)
 
 

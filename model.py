@@ -48,6 +48,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.head_options = head_options(model.config.get_text_config())
+        self.reduce_each = False  # reduce gradients after every micro-batch, not once a step
 
     def forward(self, row, tree, temperature):
         """Log-probs of every loss term's target and of the sampler's top candidates.

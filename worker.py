@@ -124,7 +124,8 @@ class RolloutWorker:
         model_path: str,  # of the tokenizer
         model_name: str,  # as the server serves it
         eos_token_ids,  # all that end a turn
-        start_index: int = 0,  # first prompt in the run's order
+        start_index: int = 0,  # first prompt in the run's order that is not used up
+        used: frozenset[int] = frozenset(),  # those above it that are
     ):
         check_task(task)
         twice = sorted(config.keys() & (vars(task.options).keys() if task.options else ()))
@@ -139,6 +140,7 @@ class RolloutWorker:
             "model_name": model_name,
             "eos_token_ids": [int(i) for i in eos_token_ids],
             "start_index": start_index,
+            "used": frozenset(used),
         }
         self._context = multiprocessing.get_context("spawn")
         self._shared = self._context.RawArray(ctypes.c_int64, len(Slot))

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import transformers
 
 import attention
@@ -16,6 +15,7 @@ import loss
 import model
 import packing
 import planner
+import update
 from config import Config
 from feed import Feed
 
@@ -50,67 +50,16 @@ def make_samples(n_groups=4, group_size=3, seed=0):
     return samples
 
 
-def gradients(folder, config, batches, denominators):
+def gradients(folder, config, share):
     """{name: whole gradient} after forward and backward of this rank's rows."""
     torch.set_num_threads(1)
     policy = model.load_policy(config, folder, torch.device("cpu"))
     model.shard(policy, torch.device("cpu"), torch.float32, compile_layers=False)
-    for samples, denominator in zip(batches, denominators):
-        row = packing.pack_row(samples, BUDGET).to("cpu")
-        tree = attention.TreeMask(row, config.attention).prepare(policy.model.config)
-        log_probs, _ = policy(row, tree, config.temperature)
-        terms = grpo.term_losses(config, row, log_probs, len(samples))
-        (terms.sum() / denominator).backward()
+    rows = [packing.pack_row(samples, BUDGET).to("cpu") for samples in share.rows]
+    trees = [attention.TreeMask(row).prepare(policy.model.config) for row in rows]
+    clock = grpo.Clock(torch.device("cpu"))
+    update.forward_backward(policy, config, share, rows, trees, clock)
     return {n: p.grad.full_tensor().clone() for n, p in policy.named_parameters()}
-
-
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory):
-    """run(job, *arguments) -> job(0, *arguments), in a process group of one."""
-    store = tmp_path_factory.mktemp("one_rank") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield lambda job, *arguments: job(0, *arguments)
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    """run(job, *arguments) -> rank 0's job(0, *arguments), with rank 1 doing its own."""
-    store = f"file://{tmp_path_factory.mktemp('two_ranks') / 'store'}"
-    spawn = mp.get_context("spawn")
-    ends = [spawn.Pipe() for _ in range(2)]
-    ranks = [
-        spawn.Process(target=_serve_rank, args=(rank, store, ends[rank][1]), daemon=True)
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-
-    def run(job, *arguments):
-        for end, _ in ends:
-            end.send((job, arguments))
-        results = [end.recv() if end.poll(100) else TimeoutError("rank hangs") for end, _ in ends]
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-        return results[0]
-
-    yield run
-    for end, _ in ends:
-        end.send(None)
-    for process in ranks:
-        process.join(10)
-
-
-def _serve_rank(rank, store, end):
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    while (task := end.recv()) is not None:
-        job, arguments = task
-        try:
-            end.send(job(rank, *arguments))
-        except Exception as error:
-            end.send(error)
-    dist.destroy_process_group()
 
 
 def planned_gradients(rank, folder, config, samples):
@@ -123,11 +72,17 @@ def planned_gradients(rank, folder, config, samples):
             gradient_accumulation_steps=config.gradient_accumulation_steps,
         )
     )
-    feed = Feed.__new__(Feed)  # the division of labour alone, without worker and planner
-    feed.config, feed.plan = config, plan
-    share = feed._share(rank)
+    share = feed_of(config, plan)._share(rank)
     assert sum(len(row.samples) for row in plan.rows) == len(samples), "all in one step"
-    return gradients(folder, config, share.rows, share.denominators)
+    return gradients(folder, config, share)
+
+
+def feed_of(config, plan):
+    """The division of labour alone, without worker and planner."""
+    feed = Feed.__new__(Feed)
+    feed.config, feed.plan = config, plan
+    feed.next_prompt, feed.used, feed.n_prompts = 0, set(), 100
+    return feed
 
 
 def assert_close(found, expected, tolerance):
@@ -170,8 +125,7 @@ def test_denominators_of_the_spec_and_of_the_step():
         return [type("Row", (), {"n_terms": n, "samples": [None]})() for n in n_terms]
 
     plan = planner.Plan(step=1, micro_batches=[row(8), row(2)], dropped={})
-    feed = Feed.__new__(Feed)
-    feed.plan, feed.config = plan, CONFIG
+    feed = feed_of(CONFIG, plan)
     assert feed._share(0).denominators == [16, 4]
     feed.config = dataclasses.replace(CONFIG, normalize="step")
     assert feed._share(0).denominators == [10, 10]
@@ -180,7 +134,8 @@ def test_denominators_of_the_spec_and_of_the_step():
 
 
 def test_gathered_metrics_are_those_of_all_rows(two_ranks):
-    records = two_ranks(_gathered)
+    records, norm = two_ranks(_gathered)
+    assert norm == 3.0
     # Rank 0 has ratios 1 and 2 over 2 terms, rank 1 has 4 over 1 term: mean 7 / 3, max 4.
     found = {name: (value, weight) for name, value, weight in records}
     assert found["sampling/importance_sampling_ratio/mean"] == (pytest.approx(7 / 3), 3)
@@ -199,25 +154,24 @@ def _gathered(rank):
         term_samples=torch.zeros(n, dtype=torch.int64),
         n_samples=1,
     )
-    return grpo.gather_metrics([metrics | {"loss": torch.tensor([0.5, 0.25][rank])}])
+    metrics["loss"] = torch.tensor([0.5, 0.25][rank])
+    return update.gather_metrics([metrics], torch.tensor(3.0))
 
 
 def test_an_infinite_gradient_stops_the_run():
-    parameter = torch.nn.Parameter(torch.ones(2))
-    parameter.grad = torch.tensor([1.0, float("inf")])
-    module = torch.nn.Module()
-    module.parameter = parameter
+    module = torch.nn.Linear(2, 1, bias=False)
+    module.weight.grad = torch.tensor([[1.0, float("inf")]])
     with pytest.raises(FloatingPointError, match="step 7.*learning_rate"):
-        grpo.clip_gradients(module, 1.0, 7)
+        update.check_norm(float(update.clip_gradients(module, 1.0)), 7)
 
 
 def test_clipping_scales_to_the_norm():
     module = torch.nn.Linear(2, 1, bias=False)
     module.weight.grad = torch.tensor([[3.0, 4.0]])
-    assert grpo.clip_gradients(module, 1.0, 1) == pytest.approx(5.0)
+    assert float(update.clip_gradients(module, 1.0)) == pytest.approx(5.0)
     assert module.weight.grad.tolist() == [[pytest.approx(0.6), pytest.approx(0.8)]]
     module.weight.grad = torch.tensor([[3.0, 4.0]])
-    grpo.clip_gradients(module, 0, 1)  # 0: never
+    update.clip_gradients(module, 0)  # 0: never
     assert module.weight.grad.tolist() == [[3.0, 4.0]]
 
 

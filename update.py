@@ -1,0 +1,146 @@
+"""One optimizer step of one rank: the losses of its rows, backward, clipping, AdamW, what was seen.
+
+    forward_backward()    rows -> gradients, reduced once a step, and metrics on the device
+    clip_gradients()      global norm, over all ranks
+    gather_metrics()      the step's only wait for the device: one transfer, one all-gather
+    make_optimizer()      AdamW on the sharded masters, and its schedule
+
+Gradients are summed over rows and ranks: each loss comes divided by the counts of all of them
+(feed.Share), so no count is reduced here. Nothing before gather_metrics() waits for the device.
+Test: pytest tests/test_trainer.py
+"""
+
+import functools
+import math
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import get_scheduler
+
+import loss
+
+
+def make_optimizer(policy, config):
+    """AdamW on the sharded masters (weight decay on matrices only), and its schedule."""
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+        fused=True,
+    )
+    scheduler = get_scheduler(
+        config.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=config.steps_of("warmup_steps"),
+        num_training_steps=config.max_steps,
+    )
+    return optimizer, scheduler
+
+
+def forward_backward(policy, config, share, rows, trees, clock):
+    """Forward and backward of this rank's rows. Gradients are left in the parameters, summed over
+    all ranks; -> the rows' metrics, on the device."""
+    seen = []
+    for i, (samples, row, tree) in enumerate(zip(share.rows, rows, trees, strict=True)):
+        # gradients of earlier micro-batches wait for the last one: one reduction a step
+        policy.set_requires_gradient_sync(i == len(rows) - 1 or policy.reduce_each)
+        with clock("perf/fwd_s"):
+            log_probs, entropy = policy(row, tree, config.temperature)
+        terms = term_losses(config, row, log_probs, len(samples))
+        row_loss = terms.sum() / share.denominators[i]
+        row_loss.backward()
+        seen.append(row_metrics(config, row, log_probs, entropy, row_loss, len(samples)))
+    return seen
+
+
+def term_losses(config, row, log_probs, n_samples):
+    """The configured loss of each term, [M]. log_probs [M, 1 + K]: sampled token, then head."""
+    bounds = {
+        "clip_min": config.vllm_importance_sampling_clip_min,
+        "clip_max": config.vllm_importance_sampling_clip_max,
+    }
+    region = {"epsilon": config.epsilon, "epsilon_high": config.epsilon_high}
+    shared = {
+        "policy_log_probs": log_probs[:, 0],
+        "sampler_log_probs": row.sampler_log_probs,
+        "advantages": row.advantages,
+    }
+    if config.loss == "cispo":
+        return loss.cispo_loss(**shared, clip_max=config.vllm_importance_sampling_clip_max)
+    if config.loss == "gspo":
+        samples = {"term_samples": row.term_samples, "n_samples": n_samples}
+        return loss.gspo_loss(**shared, **samples, **region)
+    if config.loss == "dr_grpo":
+        length = config.max_completion_length
+        return loss.dr_grpo_loss(**shared, **region, **bounds, max_completion_length=length)
+    if not config.score_centering:
+        return loss.clipped_surrogate_loss(**shared, **region, **bounds)
+    return loss.score_centering_loss(
+        **shared,
+        head_policy_log_probs=log_probs[:, 1:],
+        head_sampler_log_probs=row.top_log_probs,
+        weight=functools.partial(loss.masked_weight, **bounds),
+        tail=config.score_centering_tail,
+    )
+
+
+def clip_gradients(policy, max_norm):
+    """Scale the summed gradients down to max_norm (0: never). -> their norm before, a tensor.
+    Collective."""
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm or math.inf)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def check_norm(norm, step):
+    """End the run before weights that a broken gradient has spoilt are sent or saved."""
+    if not math.isfinite(norm):
+        raise FloatingPointError(
+            f"step {step}: the gradient's norm is {norm}; lower --learning_rate, or look whether "
+            "sampling/sync_check_max says that server and trainer disagree"
+        )
+
+
+def row_metrics(config, row, log_probs, entropy, row_loss, n_samples):
+    """One row's sums and extremes (loss.loss_metrics) and its part of the loss, on the device."""
+    return {"loss": row_loss.detach()} | loss.loss_metrics(
+        policy_log_probs=log_probs[:, 0],
+        sampler_log_probs=row.sampler_log_probs,
+        advantages=row.advantages,
+        entropy=entropy,
+        term_samples=row.term_samples,
+        n_samples=n_samples,
+        head_sampler_log_probs=row.top_log_probs if config.score_centering else None,
+        epsilon=config.epsilon,
+        epsilon_high=config.epsilon_high,
+        clip_min=config.vllm_importance_sampling_clip_min,
+        clip_max=config.vllm_importance_sampling_clip_max,
+    )
+
+
+def gather_metrics(rows, grad_norm):
+    """The step's loss metrics over rows and ranks, as records, and the gradient's norm as a float.
+    One transfer, one all-gather."""
+    merged = loss.merge_metrics(rows)
+    values = [*merged.values(), grad_norm]
+    flat = torch.cat([value.float().reshape(-1) for value in values]).cpu()
+    gathered = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, flat)
+    ranks = []
+    for flat in gathered:
+        parts = flat.split([value.numel() for value in values])
+        shapes = [value.shape for value in merged.values()]
+        ranks.append({n: v.view(s) for n, v, s in zip(merged, parts, shapes)})
+    merged = loss.merge_metrics(ranks)
+    records = [
+        (name, float(value), float(merged[name][1]) if merged.get(name, value).ndim else 1.0)
+        for name, value in loss.finish_metrics(merged).items()
+    ]
+    return records, float(flat[-1])
