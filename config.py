@@ -31,9 +31,15 @@ class Config:
     dtype: str = "float32"  # of the master weights: auto, bfloat16 or float32
     trust_remote_code: bool = False  # allow models and tokenizers that bring their own code
     attention: str = "auto"  # auto, flash, flex, varlen or sdpa
-    gradient_checkpointing: bool = True  # recompute layers in backward: less memory, more time
+    gradient_checkpointing: str = "auto"  # recompute layers: none, selective, full; auto: as fits
     torch_compile: bool | None = None  # compile each decoder layer; default: on CUDA
     bf16: bool | None = None  # compute in bfloat16 (masters keep dtype); default: on CUDA
+    tf32: bool | None = None  # float32 products in TF32 on CUDA; default: PyTorch's setting
+    router_aux_loss_coef: float | None = None  # of the experts' balance; default: the model's own
+    lora_r: int | None = None  # rank of LoRA adapters; default: none, all weights train
+    lora_alpha: int | None = None  # adapters are scaled by alpha / r; default: twice lora_r
+    lora_target_modules: str = "all-linear"  # names with commas, a pattern, or all-linear
+    peft_config: dict | None = None  # further arguments of peft.LoraConfig, as JSON
 
     # --- generation
     num_generations: int = 8  # rollouts a prompt; the baseline is their mean
@@ -85,6 +91,8 @@ class Config:
     output_dir: str | None = None  # default: runs/RUN_NAME
     run_name: str | None = None  # default: task and time
     num_train_processes: int | None = None  # started by run.sh; default: one a training GPU
+    replicas: int = 1  # whole copies of the model; the processes of each share one (HSDP)
+    cpu_offload: bool = False  # masters, gradients and AdamW in host memory: slow, and large models
     logging_steps: int = 1  # optimizer steps a logging window
     diagnose_steps: int = 10  # optimizer steps between two diagnoses; 0: never
     report_to: str = "auto"  # tensorboard, trackio, wandb, none or a comma-separated list
@@ -99,6 +107,12 @@ class Config:
     save_steps: float = 500  # optimizer steps between two; below 1 a fraction of max_steps
     save_total_limit: int | None = None  # checkpoints that are kept; default: all
     resume_from_checkpoint: str | None = None  # a checkpoint's folder, or True for the newest
+    push_to_hub: bool = False  # upload the model at the end, and at saves: see hub_strategy
+    hub_model_id: str | None = None  # USER/NAME there; default: the run folder's name
+    hub_strategy: str = "every_save"  # upload at each checkpoint too, or only at the end
+    hub_token: str | None = None  # to write there; default: the one that is logged in
+    hub_private_repo: bool | None = None  # if the repository is made; default: the account's way
+    hub_revision: str | None = None  # branch; default: main
 
     @property
     def run_folder(self):
@@ -109,6 +123,12 @@ class Config:
         """An option in steps, where a value below 1 stands for a fraction of max_steps."""
         value = getattr(self, name)
         return math.ceil(value * self.max_steps if 0 < value < 1 else value)
+
+    @property
+    def checkpointing(self):
+        """gradient_checkpointing as auto, none, selective or full."""
+        given = str(self.gradient_checkpointing).lower()
+        return {"true": "full", "false": "none"}.get(given, given)
 
     @property
     def compute_dtype(self):
@@ -145,19 +165,64 @@ REFUSED = {
     "group_by_length": _ROWS,
     "torch_compile_backend": "inductor",
     "torch_compile_mode": "default",
+    "gradient_checkpointing_kwargs": "the non-reentrant kind takes none",
+    "use_cache": "training never caches keys and values",
+    "torch_empty_cache_steps": "allocator: set PYTORCH_CUDA_ALLOC_CONF",
+    "use_cpu": "CUDA_VISIBLE_DEVICES= does that",
+    "full_determinism": "a live server's replies differ from run to run",
+    "logging_strategy": "logging_steps counts steps",
+    "logging_first_step": "logging_steps=1 logs every step",
+    "logging_nan_inf_filter": "a broken loss must show",
+    "log_on_each_node": "the first process logs for all",
+    "log_level": "Python's logging is left as it is",
+    "log_level_replica": "Python's logging is left as it is",
+    "include_num_input_tokens_seen": "num_tokens is always logged",
+    "project": "set TRACKIO_PROJECT or WANDB_PROJECT",
+    "trackio_space_id": "set TRACKIO_SPACE_ID",
+    "trackio_bucket_id": "set it in trackio itself",
+    "trackio_static_space_id": "set it in trackio itself",
+    "save_only_model": "a checkpoint is for resuming; the model alone is RUN/final",
+    "save_on_each_node": "the run's folder is shared by all machines",
+    "enable_jit_checkpoint": "checkpoints are saved every save_steps, not when a run is stopped",
+    "hub_always_push": "an upload waits for the one before it",
+    "load_best_model_at_end": "no metric of a policy's own rollouts says which model is best",
+    "metric_for_best_model": "see load_best_model_at_end",
+    "greater_is_better": "see load_best_model_at_end",
+    "restore_callback_states_from_checkpoint": _NO_TRAINER,
+    "skip_memory_metrics": _NO_TRAINER,
+    "do_train": _NO_TRAINER,
+    "do_eval": _NO_TRAINER,
+    "do_predict": _NO_TRAINER,
+    "debug": _NO_TRAINER,
+    "local_rank": "torchrun sets LOCAL_RANK",
+    "label_names": "it belongs to supervised losses",
+    "length_column_name": _ROWS,
+    **dict.fromkeys(
+        "bf16_full_eval fp16_full_eval eval_delay per_device_eval_batch_size prediction_loss_only "
+        "eval_on_start eval_do_concat_batches eval_use_gather_object eval_accumulation_steps "
+        "include_for_metrics batch_eval_metrics".split(),
+        "evaluation runs through the server (eval_steps), not through the trainer",
+    ),
+    **dict.fromkeys(
+        "dataloader_drop_last dataloader_num_workers dataloader_pin_memory "
+        "dataloader_persistent_workers dataloader_prefetch_factor dataloader_in_order "
+        "dataloader_multiprocessing_context".split(),
+        "samples come from the rollout worker, not from a data loader",
+    ),
+    **dict.fromkeys(
+        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
+        "ddp_backend".split(),
+        "sharded training is FSDP2",
+    ),
     "tools": "a task file defines tools",
     "environment_factory": "a task file defines environment_factory",
     "reward_funcs": "a task file defines reward_funcs",
     "train_dataset": "a task file defines dataset",
-    "peft_config": _LATER,
-    "router_aux_loss_coef": _LATER,
     "max_tool_calling_iterations": _LATER,
     "log_completions": _LATER,
     "num_completions_to_print": _LATER,
     "eval_strategy": _LATER,
     "eval_steps": _LATER,
-    "push_to_hub": _LATER,
-    "hub_model_id": _LATER,
 }
 
 
@@ -285,12 +350,21 @@ def check_config(config):
     need(c.logging_steps >= 1, "logging_steps", "must be at least 1")
     need(c.learning_rate >= 0, "learning_rate", "must not be negative")
     need(c.max_steps > 0 or c.num_train_epochs > 0, "num_train_epochs", "must be positive")
+    need(
+        c.checkpointing in ("auto", "none", "selective", "full"),
+        "gradient_checkpointing",
+        "must be auto, none, selective, full, true or false",
+    )
+    need(c.lora_r is None or c.lora_r >= 1, "lora_r", "must be at least 1")
+    need(c.lora_r or c.lora_alpha is None, "lora_alpha", "needs --lora_r")
+    need(c.replicas >= 1, "replicas", "must be at least 1")
     for name, values in {
         "loss": ("grpo", "cispo", "gspo", "dr_grpo"),
         "score_centering_tail": ("drop", "proportional"),
         "normalize": ("micro_batch", "step"),
         "lr_scheduler_type": ("constant", "constant_with_warmup", "linear", "cosine"),
         "save_strategy": ("steps", "epoch", "no"),
+        "hub_strategy": ("every_save", "end"),
         "dtype": ("auto", "bfloat16", "float32"),
         "attention": ("auto", "flash", "flex", "varlen", "sdpa"),
         "train_sampling_strategy": ("random", "sequential"),

@@ -24,6 +24,7 @@ class Share:
 
     rows: list  # samples of this rank, one list a micro-batch
     denominators: list  # what each micro-batch's summed loss is divided by
+    token_shares: list  # of this rank's row among the tokens of all rows; the aux loss's weight
     epoch: float  # passes over the prompts once this step is done; NaN for a stream
 
 
@@ -145,7 +146,18 @@ class Feed:
             denominators = [sum(counts)] * len(counts)
         else:
             denominators = [count * len(counts) for count in counts]
-        return Share(self.plan.samples(rank), denominators, self.epoch)
+        return Share(self.plan.samples(rank), denominators, self._token_shares(rank), self.epoch)
+
+    def _token_shares(self, rank):
+        """What each of a rank's rows counts in a mean over rows: by tokens, normalised as the loss
+        is. A row without loss terms counts nothing."""
+        tokens = [
+            [row.n_tokens if row.n_terms else 0 for row in b] for b in self.plan.micro_batches
+        ]
+        whole, n = sum(map(sum, tokens)), len(tokens)
+        if self.config.normalize == "step":
+            return [batch[rank] / whole for batch in tokens]
+        return [batch[rank] / sum(batch) / n for batch in tokens]
 
     def trained(self, version):
         """After a step: tell the worker the server's version and how far ahead it may run."""

@@ -46,6 +46,7 @@ import torch.distributed as dist
 import attention
 import chat
 import checkpoint
+import memory
 import model
 import packing
 import sync
@@ -143,7 +144,19 @@ def train(config, task):
     pad = packing.bucket if device.type == "cuda" else None  # compiled layers want few shapes
     compiled = config.torch_compile if config.torch_compile is not None else device.type == "cuda"
     tied = model_config.get_text_config().tie_word_embeddings
-    model.shard(policy, device, config.compute_dtype, compiled)
+    with one_line_errors():
+        mode, policy.reduce_each, why = memory.choose(policy, config, budget, device, compiled)
+        memory.apply(policy, mode)
+        model.shard(
+            policy,
+            device,
+            config.compute_dtype,
+            compiled,
+            replicas=config.replicas,
+            cpu_offload=config.cpu_offload,
+        )
+    if first:
+        say(why)
     optimizer, scheduler = update.make_optimizer(policy, config)
     done = resumed["step"] if resumed else 0
     if resumed:
@@ -199,7 +212,7 @@ def train(config, task):
                 optimizer.zero_grad()
                 learning_rate = scheduler.get_last_lr()[0]
                 scheduler.step()
-            found, grad_norm = update.gather_metrics(seen, grad_norm)  # waits for the device
+            found, grad_norm, flops = update.gather_metrics(seen, grad_norm)  # waits for the GPU
             update.check_norm(grad_norm, step)
 
             # ---- 4 sync --------------------------------------------------------------------------
@@ -215,7 +228,7 @@ def train(config, task):
             seconds = clock.read()
             metrics.extend(found)
             if first:
-                metrics.extend(feed.records() + speed(seconds, feed.plan, policy, device, config))
+                metrics.extend(feed.records() + speed(seconds, feed.plan, flops, device, config))
                 metrics.extend(records({"grad_norm": grad_norm, "learning_rate": learning_rate}))
                 metrics.record("num_tokens", feed.n_tokens)
                 if step % config.logging_steps == 0 or step == config.max_steps:
@@ -323,8 +336,8 @@ def text_sample(ids):
     )
 
 
-def speed(seconds, plan, policy, device, config):
-    """perf/* of one step, from its seconds and the plan's counts."""
+def speed(seconds, plan, flops, device, config):
+    """perf/* of one step, from its seconds, the plan's counts and the model FLOPs."""
     step_s, work_s = seconds["perf/step_s"], seconds["perf/fwd_bwd_s"]
     found = list(records(seconds))
     found += [
@@ -333,8 +346,7 @@ def speed(seconds, plan, policy, device, config):
         ("perf/wall_clock_trained_tokens_per_s", sum(plan.n_trained) / step_s, step_s),
     ]
     peak = model.peak_flops(device, config.compute_dtype)
-    flops = model.step_flops(policy, plan)
-    if peak and flops:
+    if peak:
         peak *= dist.get_world_size()
         found += [
             ("perf/fwd_bwd_mfu", 100 * flops / work_s / peak, work_s),
@@ -346,6 +358,8 @@ def speed(seconds, plan, policy, device, config):
 def metric_names(config, task, policy, device):
     """What every logging window of this run carries, if only as NaN or a count of 0."""
     conditions = ["score_centering"] if config.score_centering and config.loss == "grpo" else []
+    if policy.router_aux_loss_coef:
+        conditions.append("moe")
     if model.peak_flops(device, config.compute_dtype):
         conditions.append("mfu")
     rewards = [reward_name(func) for func in task.reward_funcs]

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import get_scheduler
 
 import loss
+import model
 
 
 def make_optimizer(policy, config):
@@ -52,11 +53,17 @@ def forward_backward(policy, config, share, rows, trees, clock):
         # gradients of earlier micro-batches wait for the last one: one reduction a step
         policy.set_requires_gradient_sync(i == len(rows) - 1 or policy.reduce_each)
         with clock("perf/fwd_s"):
-            log_probs, entropy = policy(row, tree, config.temperature)
+            log_probs, entropy, aux_loss = policy(row, tree, config.temperature)
         terms = term_losses(config, row, log_probs, len(samples))
         row_loss = terms.sum() / share.denominators[i]
+        if aux_loss is not None:
+            aux_loss = aux_loss * share.token_shares[i]
+            row_loss = row_loss + policy.router_aux_loss_coef * aux_loss
         row_loss.backward()
         seen.append(row_metrics(config, row, log_probs, entropy, row_loss, len(samples)))
+        seen[-1]["flops"] = entropy.new_tensor(model.row_flops(policy, row.host))
+        if aux_loss is not None:
+            seen[-1]["aux_loss"] = aux_loss.detach()
     return seen
 
 
@@ -126,21 +133,20 @@ def row_metrics(config, row, log_probs, entropy, row_loss, n_samples):
 
 
 def gather_metrics(rows, grad_norm):
-    """The step's loss metrics over rows and ranks, as records, and the gradient's norm as a float.
-    One transfer, one all-gather."""
+    """The step's loss metrics over rows and ranks, as records; the gradient's norm and the model
+    FLOPs of all rows, as floats. One transfer, one all-gather."""
     merged = loss.merge_metrics(rows)
-    values = [*merged.values(), grad_norm]
-    flat = torch.cat([value.float().reshape(-1) for value in values]).cpu()
+    sizes, shapes = zip(*((value.numel(), value.shape) for value in merged.values()))
+    flat = torch.cat([value.float().reshape(-1) for value in merged.values()]).cpu()
     gathered = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, flat)
-    ranks = []
-    for flat in gathered:
-        parts = flat.split([value.numel() for value in values])
-        shapes = [value.shape for value in merged.values()]
-        ranks.append({n: v.view(s) for n, v, s in zip(merged, parts, shapes)})
+    ranks = [
+        {n: v.view(s) for n, v, s in zip(merged, one.split(sizes), shapes)} for one in gathered
+    ]
     merged = loss.merge_metrics(ranks)
+    flops = float(merged.pop("flops"))
     records = [
         (name, float(value), float(merged[name][1]) if merged.get(name, value).ndim else 1.0)
         for name, value in loss.finish_metrics(merged).items()
     ]
-    return records, float(flat[-1])
+    return records, float(grad_norm), flops

@@ -92,7 +92,7 @@ class Reference(model.Policy):
             1.0,
             ("entropy",),
         )
-        return torch.stack([log_probs], 1), entropy
+        return torch.stack([log_probs], 1), entropy, None
 
 
 class Side:
@@ -107,7 +107,7 @@ class Side:
                 config, dtype=torch.float32, attn_implementation=attention.ATTENTION
             )
         bare.gradient_checkpointing_enable({"use_reentrant": False})
-        self.policy = cls(model.make_policy(bare, gradient_checkpointing=False).model)
+        self.policy = cls(model.make_policy(bare).model)
         self.autocast = contextlib.nullcontext
         if sharded:
             model.shard(self.policy, args.device, args.dtype, compiled)
@@ -124,7 +124,7 @@ class Side:
 
     def step(self, row, tree, config=SURROGATE, optimizer=None):
         with self.autocast():
-            log_probs, _ = self.policy(row, tree, 1.0)
+            log_probs, *_ = self.policy(row, tree, 1.0)
         n = len(row.term_targets)
         (update.term_losses(config, row, log_probs, self.args.n_samples).sum() / n).backward()
         if optimizer:
@@ -177,13 +177,8 @@ HEADER = (
 
 
 def mfu(policy, row, took, args):
-    counts = SimpleNamespace(
-        rows=[SimpleNamespace(cost=row.visible_pairs)],
-        n_tokens=row.n_tokens,
-        n_trained=[len(row.term_targets)],
-    )
     peak = model.peak_flops(args.device, args.dtype) or math.nan
-    return 100 * model.step_flops(policy, counts) / (took / 1e3) / peak
+    return 100 * model.row_flops(policy, row.host) / (took / 1e3) / peak
 
 
 def wait(args):
@@ -234,7 +229,7 @@ def whole_loop(side, args):
         clock = grpo.Clock(args.device)
         row = packing.pack_row(plan.samples(0)[0], 1 << 20, packing.bucket).to(args.device)
         tree = side.tree(row)
-        share = Share(plan.samples(0), [plan.n_tokens], 0.0)
+        share = Share(plan.samples(0), [plan.n_tokens], [1.0], 0.0)
         with clock("perf/fwd_bwd_s"):
             seen = update.forward_backward(policy, config, share, [row], [tree], clock)
         with clock("perf/optimizer_s"):

@@ -66,7 +66,7 @@ def curve(rank, folder, config, run, *, resume=None, stop=50):
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        found, norm = update.gather_metrics(seen, norm)
+        found, norm, _ = update.gather_metrics(seen, norm)
         draw = float(torch.rand(()))
         losses.append((dict((n, v) for n, v, _ in found)["loss"], norm, draw))
         if saves.is_due(step, share.epoch):

@@ -122,7 +122,9 @@ def test_denominators_of_the_spec_and_of_the_step():
     # Two micro-batches on one rank: 3 + 5 trained tokens, then 2. The spec divides each by its own
     # count and averages over the 2: 16 and 4. `step` divides both by all 10.
     def row(*n_terms):
-        return [type("Row", (), {"n_terms": n, "samples": [None]})() for n in n_terms]
+        return [
+            type("Row", (), {"n_terms": n, "n_tokens": n, "samples": [None]})() for n in n_terms
+        ]
 
     plan = planner.Plan(step=1, micro_batches=[row(8), row(2)], dropped={})
     feed = feed_of(CONFIG, plan)
@@ -134,8 +136,8 @@ def test_denominators_of_the_spec_and_of_the_step():
 
 
 def test_gathered_metrics_are_those_of_all_rows(two_ranks):
-    records, norm = two_ranks(_gathered)
-    assert norm == 3.0
+    records, norm, flops = two_ranks(_gathered)
+    assert norm == 3.0 and flops == pytest.approx(5e12 + 7e12)
     # Rank 0 has ratios 1 and 2 over 2 terms, rank 1 has 4 over 1 term: mean 7 / 3, max 4.
     found = {name: (value, weight) for name, value, weight in records}
     assert found["sampling/importance_sampling_ratio/mean"] == (pytest.approx(7 / 3), 3)
@@ -155,6 +157,7 @@ def _gathered(rank):
         n_samples=1,
     )
     metrics["loss"] = torch.tensor([0.5, 0.25][rank])
+    metrics["flops"] = torch.tensor([5e12, 7e12][rank])
     return update.gather_metrics([metrics], torch.tensor(3.0))
 
 
