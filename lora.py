@@ -13,6 +13,8 @@ Test: pytest tests/test_lora.py
 
 import re
 
+from torch import nn
+
 ALLOWED = """r lora_alpha target_modules exclude_modules layers_to_transform layers_pattern
     rank_pattern alpha_pattern use_rslora init_lora_weights task_type peft_type inference_mode
     base_model_name_or_path revision""".split()
@@ -58,9 +60,12 @@ def wrap(model, text_model, adapter):
     from peft import get_peft_model
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    if adapter.target_modules == "all-linear" and text_model is not model.get_decoder():
-        prefix = next(n for n, module in model.named_modules() if module is text_model)
-        adapter.target_modules = rf"{re.escape(prefix)}\..*_proj"  # the vision tower has others
+    if adapter.target_modules == "all-linear":
+        # peft's own idea of it takes in vision towers and fused experts
+        path = next(n for n, module in model.named_modules() if module is text_model)
+        linear = (n for n, m in text_model.named_modules() if isinstance(m, nn.Linear))
+        names = "|".join(sorted({name.rpartition(".")[2] for name in linear}))
+        adapter.target_modules = rf"(.*\.)?{re.escape(path)}\..*\.({names})"
     wrapped = get_peft_model(model, adapter)
     for what, module in (
         ("output head", wrapped.get_output_embeddings()),

@@ -55,7 +55,8 @@ def estimate(policy, *, row_tokens, compute_dtype, shards, compiled, whole_gradi
     fixed = held / shards + gathered + HEAD_TILE
     if whole_gradients:
         fixed += 4 * sum(p.numel() for p in trained)
-    head = row_tokens * config.hidden_size * (2 * width + 4)
+    # below the head: the last norm in float32, its output at the terms, their gradients
+    head = row_tokens * config.hidden_size * (3 * width + 8)
     # Uncompiled layers keep their norms in float32 and every step of the gated product.
     kept = layer_elements(config) * width * (1 if compiled else 1.7) * row_tokens
     entry = config.hidden_size * width * row_tokens  # all that a recomputed layer keeps

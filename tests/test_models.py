@@ -10,6 +10,7 @@ from test_trainer import BUDGET, CONFIG, make_samples
 
 import attention
 import grpo
+import memory
 import model
 import packing
 import update
@@ -91,6 +92,7 @@ def make_folder(config, folder):
 def train_step(folder, config, rows_of_samples):
     """{name: gradient} and metrics of one step over these rows, its loss divided by all terms."""
     policy = model.load_policy(config, folder, CPU)
+    memory.apply(policy, config.checkpointing)
     model.shard(policy, CPU, torch.float32, compile_layers=False)
     optimizer, _ = update.make_optimizer(policy, config)
     rows = [packing.pack_row(samples, BUDGET).to(CPU) for samples in rows_of_samples]
@@ -163,11 +165,19 @@ def test_the_auxiliary_loss_is_added_to_the_loss_and_logged(one_rank, tmp_path):
     assert not torch.allclose(balanced[router], plain[router])
     default = model.load_policy(CONFIG, folder, CPU)
     assert default.router_aux_loss_coef == policy.model.config.router_aux_loss_coef > 0
-    # recomputing layers changes nothing
-    again, more, _ = train_step(
-        folder, dataclasses.replace(config, gradient_checkpointing="full"), rows
-    )
-    assert more["aux_loss"] == metrics["aux_loss"]
+
+
+@pytest.mark.parametrize("mode, recomputed", [("selective", [1]), ("full", [0, 1, 2])])
+def test_recomputing_layers_changes_nothing(mode, recomputed, one_rank, tmp_path):
+    folder = make_folder(FAMILIES["qwen3_moe"](), tmp_path)
+    config, rows = dataclasses.replace(CONFIG, router_aux_loss_coef=0.5), [make_samples(n_groups=2)]
+    expected, metrics, _ = train_step(folder, config, rows)
+    config = dataclasses.replace(config, gradient_checkpointing=mode)
+    found, again, policy = train_step(folder, config, rows)
+    flags = [layer.gradient_checkpointing for layer in model.layers(policy)]
+    assert [i for i, flag in enumerate(flags) if flag] == recomputed
+    assert again == metrics
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
 def test_a_dense_model_has_no_auxiliary_loss(tiny_folder):

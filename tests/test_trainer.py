@@ -50,11 +50,13 @@ def make_samples(n_groups=4, group_size=3, seed=0):
     return samples
 
 
-def gradients(folder, config, share):
+def gradients(folder, config, share, reduce_each=False, replicas=1):
     """{name: whole gradient} after forward and backward of this rank's rows."""
     torch.set_num_threads(1)
-    policy = model.load_policy(config, folder, torch.device("cpu"))
-    model.shard(policy, torch.device("cpu"), torch.float32, compile_layers=False)
+    cpu = torch.device("cpu")
+    policy = model.load_policy(config, folder, cpu)
+    policy.reduce_each = reduce_each
+    model.shard(policy, cpu, torch.float32, compile_layers=False, replicas=replicas)
     rows = [packing.pack_row(samples, BUDGET).to("cpu") for samples in share.rows]
     trees = [attention.TreeMask(row).prepare(policy.model.config) for row in rows]
     clock = grpo.Clock(torch.device("cpu"))
@@ -62,7 +64,7 @@ def gradients(folder, config, share):
     return {n: p.grad.full_tensor().clone() for n, p in policy.named_parameters()}
 
 
-def planned_gradients(rank, folder, config, samples):
+def planned_gradients(rank, folder, config, samples, options=()):
     """Gradients of one step that the planner splits over these ranks."""
     plan = next(
         planner.plan_steps(
@@ -74,7 +76,7 @@ def planned_gradients(rank, folder, config, samples):
     )
     share = feed_of(config, plan)._share(rank)
     assert sum(len(row.samples) for row in plan.rows) == len(samples), "all in one step"
-    return gradients(folder, config, share)
+    return gradients(folder, config, share, **dict(options))
 
 
 def feed_of(config, plan):
@@ -109,6 +111,16 @@ def test_normalize_step_makes_any_split_the_same(tiny_folder, one_rank, two_rank
     one = one_rank(planned_gradients, tiny_folder, whole, samples)
     two = two_ranks(planned_gradients, tiny_folder, split, samples)
     assert_close(two, one, 1e-6)
+
+
+def test_replicas_and_late_reduction_leave_the_gradient_as_it_is(tiny_folder, two_ranks):
+    # Two copies of the model instead of one in shards; a reduction a step or one a micro-batch.
+    samples = make_samples(n_groups=6)
+    config = dataclasses.replace(CONFIG, gradient_accumulation_steps=2)
+    expected = two_ranks(planned_gradients, tiny_folder, config, samples)
+    for options in ({"replicas": 2}, {"reduce_each": True}):
+        found = two_ranks(planned_gradients, tiny_folder, config, samples, options)
+        assert_close(found, expected, 1e-6)
 
 
 def test_a_rank_without_samples_keeps_step_and_adds_nothing(tiny_folder, one_rank, two_ranks):
