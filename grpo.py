@@ -54,6 +54,7 @@ import tasks
 import update
 from config import Config, configure, parse_command_line, print_help
 from feed import Feed
+from hub import Hub
 from metrics import Metrics, applicable
 from rollout import reward_name
 
@@ -179,6 +180,8 @@ def train(config, task):
     )
     metrics.declare(metric_names(config, task, policy, device))
     metrics.record("sampling/sync_check_max", difference)
+    with one_line_errors():
+        hub = Hub(config, run)
     saves = checkpoint.Checkpoints(run, policy, optimizer, config)
     if resumed:
         saves.resume(resumed)
@@ -238,6 +241,7 @@ def train(config, task):
             done = step
             if saves.is_due(step, share.epoch):
                 metrics.record("perf/checkpoint_s", saves.save(step, feed.state()))
+                hub.push(policy, tokenizer, config.compute_dtype, step)
             saves.check()
         if saves.is_due(done, saves.epoch, last=True):
             saves.save(done, feed.state())
@@ -250,6 +254,7 @@ def train(config, task):
 
     final = sync.together(lambda: str(run / "final") if first else None)
     model.save_pretrained(policy, tokenizer, final, config.compute_dtype)
+    hub.push_final(final)
     if first:
         rewards = [w["reward"] for w in metrics.history if math.isfinite(w.get("reward", math.nan))]
         n = min(5, len(rewards))
@@ -274,6 +279,8 @@ def start_distributed(config):
     )
     if cuda:
         torch.cuda.set_device(device)
+    if config.tf32 is not None:
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         rank=rank,
