@@ -145,7 +145,7 @@ SPEC_OPTIONS = """
     debug skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint local_rank
     model_init_kwargs dtype trust_remote_code router_aux_loss_coef num_generations
     max_completion_length temperature top_p top_k min_p chat_template_kwargs
-    max_tool_calling_iterations vllm_server_base_url vllm_server_timeout psilon psilon_high
+    max_tool_calling_iterations vllm_server_base_url vllm_server_timeout epsilon epsilon_high
     score_centering vllm_importance_sampling_clip_min vllm_importance_sampling_clip_max
     num_sampler_logprobs token_budget max_concurrent_rollouts max_staleness weight_sync_steps
     rollout_worker_timeout log_completions num_completions_to_print
