@@ -252,7 +252,7 @@ def test_the_head_does_to_the_logits_what_the_model_does(model_type, options):
     ids = torch.randint(1, 64, (12,)).tolist()
     row = packing.pack_row([grpo.text_sample(ids)], len(ids)).to("cpu")
     tree = attention.TreeMask(row).prepare(config)
-    log_probs, entropy = model.Policy(causal_lm)(row, tree, temperature=0.7)
+    log_probs, entropy, _ = model.Policy(causal_lm)(row, tree, temperature=0.7)
 
     logits = causal_lm(torch.tensor([ids]), tree=tree).logits[0, :-1] / 0.7
     expected = logits.log_softmax(-1)
