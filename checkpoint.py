@@ -52,6 +52,7 @@ class Checkpoints:
         self.folder, self.policy, self.optimizer = Path(folder), policy, optimizer
         self.strategy, self.limit = config.save_strategy, config.save_total_limit
         self.every = config.steps_of("save_steps")
+        self.identity = run_identity(config)
         self.epoch, self.saved_step = 0.0, None
         # The writer's collectives run in a thread, beside those of the training step.
         self._group = dist.new_group(backend="gloo")
@@ -89,7 +90,8 @@ class Checkpoints:
             storage_writer=dcp.FileSystemWriter(part),
             process_group=self._group,
         )
-        state = {"step": step, "saved_at": time.time(), "epoch": self.epoch} | rollout_state
+        state = {"step": step, "saved_at": time.time(), "epoch": self.epoch}
+        state |= self.identity | rollout_state
         self._writing = self._thread.submit(self._publish, writing, part, state)
         self.saved_step = step
         return time.perf_counter() - began
@@ -167,9 +169,27 @@ def prune(folder, limit):
         shutil.rmtree(part)
 
 
+def run_identity(config):
+    """What must be the same for a position in the order of prompts to mean the same."""
+    names = ("model", "seed", "data_seed", "train_sampling_strategy")
+    return {"env": Path(config.env).stem} | {name: getattr(config, name) for name in names}
+
+
 def find(config):
     """The checkpoint to resume from, or None. True means the newest in output_dir, or else in the
-    run that runs/latest points at."""
+    run that runs/latest points at. ValueError if there is none, or it is of another run."""
+    path = named(config)
+    saved = load_state(path) if path else {}
+    for name, value in run_identity(config).items():
+        if saved.get(name, value) != value:
+            raise ValueError(
+                f"--resume_from_checkpoint: {path} was saved with {name}={saved[name]!r}, and this "
+                f"run has {value!r}; give the same, or the path of another checkpoint"
+            )
+    return path
+
+
+def named(config):
     wanted = config.resume_from_checkpoint
     if wanted is None or wanted.lower() == "false":
         return None

@@ -2,7 +2,7 @@
 
     bash run.sh [--option value ...]                       server and trainer together
     python grpo.py --vllm_server_base_url URL [...]        one trainer process, a server of yours
-    torchrun --nproc-per-node 2 grpo.py [...]              several
+    torchrun --nproc-per-node 2 grpo.py [...]              several; README.md says how on machines
 
 A vLLM server generates (sync.py talks to it), a worker process scores (rollout.py), and this loop
 trains on what they queue, without waiting for either unless the queue is empty. A step:

@@ -61,7 +61,7 @@ def forward_backward(policy, config, share, rows, trees, clock):
             row_loss = row_loss + policy.router_aux_loss_coef * aux_loss
         row_loss.backward()
         seen.append(row_metrics(config, row, log_probs, entropy, row_loss, len(samples)))
-        seen[-1]["flops"] = entropy.new_tensor(model.row_flops(policy, row.host))
+        seen[-1]["flops"] = entropy.new_full((), model.row_flops(policy, row.host))
         if aux_loss is not None:
             seen[-1]["aux_loss"] = aux_loss.detach()
     return seen

@@ -238,6 +238,10 @@ def test_what_resume_from_checkpoint_means(tmp_path, monkeypatch):
     assert find(str(run / "checkpoint-3")) == run / "checkpoint-3"
     with pytest.raises(ValueError, match="checkpoint-9.part: not a complete checkpoint"):
         find(str(run / "checkpoint-9.part"))
+    state = run / "checkpoint-3" / checkpoint.STATE
+    state.write_text(json.dumps({"step": 3, "saved_at": 0, "env": "arithmetic", "model": "other"}))
+    with pytest.raises(ValueError, match="checkpoint-3 was saved with model='other'.*smollm2"):
+        find(str(run / "checkpoint-3"))
     monkeypatch.chdir(tmp_path)
     assert find("True", run_name="sums") == run / "checkpoint-6"
     (tmp_path / "runs" / "latest").symlink_to("sums")

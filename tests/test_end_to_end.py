@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import free_port
 
 pytestmark = pytest.mark.server
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,20 +32,22 @@ reward_funcs = [even]
 '''
 
 
-def start_run(server, tmp_path, *options, task=TASK, processes=1):
+def start_run(server, tmp_path, *options, task=TASK, processes=1, launch=(), out="out"):
     """Start the trainer on the tiny server; returns the process, its output in tmp_path/out."""
     file = tmp_path / "share_even.py"
     file.write_text(task)
     launcher = [sys.executable]
     if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        launch = ["--standalone", f"--nproc-per-node={processes}"]
+    if launch:
+        launcher += ["-m", "torch.distributed.run", *launch]
     command = [*launcher, "grpo.py", "--env", str(file), "--model", server.name]
     command += ["--vllm_server_base_url", server.url, "--output_dir", str(tmp_path / "run")]
-    with open(tmp_path / "out", "wb") as out:
+    with open(tmp_path / out, "wb") as output:
         return subprocess.Popen(
             [*command, "--report_to", "none", *options],
             cwd=ROOT,
-            stdout=out,
+            stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env=os.environ
@@ -186,3 +189,19 @@ def test_a_killed_run_resumes_without_losing_or_repeating_a_prompt(tiny_server, 
     (last,) = (tmp_path / "run").glob("checkpoint-*")
     end = json.loads((last / "rollout_state.json").read_text())
     assert end["step"] == steps[-1]["step"] and end["num_tokens"] > state["num_tokens"]
+
+
+def test_two_launchers_train_as_two_machines_do(tiny_server, tmp_path):
+    def launch(node, out):
+        place = f"--nnodes=2 --nproc-per-node=1 --node-rank={node} --master-addr=127.0.0.1"
+        arguments = [*place.split(), f"--master-port={port}"]
+        options = ["--max_steps", "2", "--replicas", "2"]
+        return start_run(tiny_server, tmp_path, *options, launch=arguments, out=out)
+
+    port = free_port()
+    other, first = launch(1, "out1"), launch(0, "out")
+    code, output = finish(first, tmp_path)
+    assert code == 0 and other.wait(60) == 0, output[-3000:]
+    assert group_is_gone(first) and group_is_gone(other)
+    assert [step["step"] for step in windows(tmp_path)] == [1, 2]
+    assert "saved" in output and "saved" not in (tmp_path / "out1").read_text()
