@@ -67,8 +67,8 @@ class Checkpoints:
         self.epoch, self.saved_step = state["epoch"], state["step"]
 
     def is_due(self, step, epoch, last=False):
-        """After `step`, with `epoch` passes over the prompts done. At the end of a run that is long
-        enough to have saved anything, its last step is saved as well."""
+        """Ask once after each step, with `epoch` passes over the prompts done. At the end of a run
+        that is long enough to have saved anything, its last step is saved as well."""
         passed, self.epoch = epoch // 1 > self.epoch // 1, epoch
         if self.strategy == "no" or step == self.saved_step:
             return False
@@ -235,9 +235,7 @@ def state_of(policy, optimizer):
 def restore(path, policy, optimizer, scheduler, step):
     """Load into the sharded policy and its optimizer, and advance the schedule to `step`.
     Collective. A rank that the saved run did not have takes the first rank's generators."""
-    options = [
-        {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
-    ]
+    wanted = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     state, rank = state_of(policy, optimizer), str(dist.get_rank())
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     donor = rank if f"generators.{rank}.cpu" in saved else "0"
@@ -253,7 +251,7 @@ def restore(path, policy, optimizer, scheduler, step):
         optim_state_dict=state["optimizer"],
         options=OPTIONS,
     )
-    for group, own in zip(optimizer.param_groups, options, strict=True):
+    for group, own in zip(optimizer.param_groups, wanted, strict=True):
         group.update(own)
     scheduler.load_state_dict(
         scheduler.state_dict() | {"last_epoch": step, "_step_count": step + 1}

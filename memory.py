@@ -39,11 +39,14 @@ def layer_elements(config):
     return 5 * config.hidden_size + 3 * projected + 2 * inner
 
 
-def estimate(policy, *, row_tokens, compute_dtype, shards, compiled, whole_gradients=False):
+def estimate(
+    policy, *, row_tokens, compute_dtype, shards, compiled, whole_gradients=False, cpu_offload=False
+):
     """{mode: bytes} that one process needs at most for a row of so many tokens.
 
     Sizes are the policy's before sharding or after it (a DTensor's shape is the whole's).
-    whole_gradients: of all micro-batches but the last, in float32, not yet reduced.
+    whole_gradients: of all micro-batches but the last, in float32, not yet reduced. cpu_offload:
+    masters, gradients and moments are elsewhere.
     """
     config, width = policy.model.config.get_text_config(), compute_dtype.itemsize
     trained = [p for p in policy.parameters() if p.requires_grad]
@@ -54,7 +57,7 @@ def estimate(policy, *, row_tokens, compute_dtype, shards, compiled, whole_gradi
     root = sum(p.numel() for p in policy.parameters()) - n_layers * layer
     at_once = 2 if shards > 1 else n_layers  # without shards layers stay gathered
     gathered = (root + at_once * layer) * width + (root + layer) * (width + 4)
-    fixed = held / shards + gathered + HEAD_TILE
+    fixed = (0 if cpu_offload else held / shards) + gathered + HEAD_TILE
     if whole_gradients:
         fixed += 4 * sum(p.numel() for p in trained)
     # below the head: the last norm in float32, its output at the terms, their gradients
@@ -93,6 +96,7 @@ def choose(policy, config, row_tokens, device, compiled):
             shards=shards,
             compiled=compiled,
             whole_gradients=whole_gradients,
+            cpu_offload=config.cpu_offload,
         )
 
     found, mode = sizes(False), config.checkpointing

@@ -185,7 +185,8 @@ def tiny_server(tiny_folder, tmp_path_factory):
 def one_rank(tmp_path_factory):
     """run(job, *arguments) -> job(0, *arguments), in a process group of one."""
     store = tmp_path_factory.mktemp("one_rank") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
     yield lambda job, *arguments: job(0, *arguments)
     dist.destroy_process_group()
 

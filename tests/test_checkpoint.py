@@ -33,18 +33,19 @@ STEPS = dataclasses.replace(
 WHERE = {"num_tokens": 0, "next_prompt": 0, "used": []}
 
 
-def make_training(folder, config):
+def make_training(folder, config, device=CPU):
     torch.set_num_threads(1)
-    policy = model.load_policy(config, folder, CPU)
-    model.shard(policy, CPU, torch.float32, compile_layers=False)
+    policy = model.load_policy(config, folder, device)
+    offload = {"cpu_offload": config.cpu_offload}
+    model.shard(policy, device, torch.float32, compile_layers=False, **offload)
     return policy, *update.make_optimizer(policy, config)
 
 
-def curve(rank, folder, config, run, *, resume=None, stop=50):
+def curve(rank, folder, config, run, *, resume=None, stop=50, device=CPU):
     """Losses from `resume` (a checkpoint) to step `stop`, and what the run then holds. The samples
     of a step follow from its number, like a replayed dump; a draw a step stands for randomness."""
     torch.manual_seed(0)
-    policy, optimizer, scheduler = make_training(folder, config)
+    policy, optimizer, scheduler = make_training(folder, config, device)
     saves, done, losses = checkpoint.Checkpoints(run, policy, optimizer, config), 0, []
     if resume:
         state = checkpoint.load_state(resume)
@@ -59,9 +60,9 @@ def curve(rank, folder, config, run, *, resume=None, stop=50):
         )
         plan = next(planner.plan_steps(make_samples(n_groups=2, seed=step), **options))
         share = feed_of(config, plan)._share(rank)
-        rows = [packing.pack_row(samples, BUDGET).to(CPU) for samples in share.rows]
+        rows = [packing.pack_row(samples, BUDGET).to(device) for samples in share.rows]
         trees = [attention.TreeMask(row).prepare(policy.model.config) for row in rows]
-        seen = update.forward_backward(policy, config, share, rows, trees, grpo.Clock(CPU))
+        seen = update.forward_backward(policy, config, share, rows, trees, grpo.Clock(device))
         norm = update.clip_gradients(policy, config.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -144,6 +145,27 @@ def test_the_loss_curve_is_that_of_one_rank_and_two_resume_as_one(
     as_one = one_rank(curve_from(saved), tiny_folder, config, tmp_path / "a")[1]
     as_two = two_ranks(curve_from(saved), tiny_folder, config, tmp_path / "b")[1]
     assert all(torch.equal(as_two[name], tensor) for name, tensor in as_one.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("cpu_offload", [False, True])
+def test_on_a_gpu_a_resumed_run_goes_on(tiny_folder, one_rank, tmp_path, cpu_offload):
+    config = dataclasses.replace(STEPS, save_steps=5, cpu_offload=cpu_offload)
+    options = {"stop": 10, "device": torch.device("cuda", 0)}
+    losses, tensors, _ = curve(0, tiny_folder, config, tmp_path, **options)
+    saved = tmp_path / "checkpoint-5"
+    again, tensors_again, _ = curve(0, tiny_folder, config, tmp_path, resume=saved, **options)
+    for (loss, norm, draw), (loss_2, norm_2, draw_2) in zip(losses[5:], again, strict=True):
+        # to the kernels' own noise; atomics add in any order
+        assert loss_2 == pytest.approx(loss, abs=1e-4) and draw_2 == draw
+        assert norm_2 == pytest.approx(norm, rel=1e-2)
+    cpu, *_ = curve(
+        0, tiny_folder, dataclasses.replace(STEPS, save_strategy="no"), tmp_path, stop=5
+    )
+    for (loss, *_), (loss_2, *_) in zip(cpu, losses[:5], strict=True):
+        assert loss_2 == pytest.approx(loss, abs=1e-3)
+    assert tensors.keys() == tensors_again.keys()
 
 
 def save_twice_and_be_killed(folder, run, store):
