@@ -259,6 +259,9 @@ def train(config, task):
         rewards = [w["reward"] for w in metrics.history if math.isfinite(w.get("reward", math.nan))]
         n = min(5, len(rewards))
         say(f"saved {final}")
+        if compiled:
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            say(f"{graphs} graphs were compiled, for the lengths of rows and the head's tiles")
         if n:
             begin, end = (sum(part) / n for part in (rewards[:n], rewards[-n:]))
             say(f"mean reward: {begin:.3f} in the first {n} steps, {end:.3f} in the last {n}")
