@@ -110,7 +110,6 @@ class Config:
     push_to_hub: bool = False  # upload the model at the end, and at saves: see hub_strategy
     hub_model_id: str | None = None  # USER/NAME there; default: the run folder's name
     hub_strategy: str = "every_save"  # upload at each checkpoint too, or only at the end
-    hub_token: str | None = None  # to write there; default: the one that is logged in
     hub_private_repo: bool | None = None  # if the repository is made; default: the account's way
     hub_revision: str | None = None  # branch; default: main
 
@@ -184,6 +183,7 @@ REFUSED = {
     "save_only_model": "a checkpoint is for resuming; the model alone is RUN/final",
     "save_on_each_node": "the run's folder is shared by all machines",
     "enable_jit_checkpoint": "checkpoints are saved every save_steps, not when a run is stopped",
+    "hub_token": "set HF_TOKEN or `hf auth login`: an option would stand in every log",
     "hub_always_push": "an upload waits for the one before it",
     "load_best_model_at_end": "no metric of a policy's own rollouts says which model is best",
     "metric_for_best_model": "see load_best_model_at_end",

@@ -27,7 +27,7 @@ class Hub:
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
-        self._api = HfApi(token=config.hub_token)
+        self._api = HfApi()
         name = config.hub_model_id or Path(run).name
         try:
             made = self._api.create_repo(name, private=config.hub_private_repo, exist_ok=True)
@@ -37,7 +37,7 @@ class Hub:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(
                 f"--push_to_hub: {name} cannot be written to ({reason}); log in with `hf auth "
-                "login`, or give --hub_token and --hub_model_id USER/NAME"
+                "login` or set HF_TOKEN, and give --hub_model_id USER/NAME"
             ) from error
         self.repo, self._thread = made.repo_id, ThreadPoolExecutor(1, "hub")
 

@@ -11,7 +11,7 @@ from test_trainer import CONFIG
 import model
 from hub import Hub
 
-PUSH = dataclasses.replace(CONFIG, push_to_hub=True, hub_token="hf_x", hub_revision="try")
+PUSH = dataclasses.replace(CONFIG, push_to_hub=True, hub_revision="try")
 
 
 @pytest.fixture
@@ -20,9 +20,6 @@ def api(monkeypatch):
     calls, failures = [], []
 
     class Api:
-        def __init__(self, token):
-            calls.append(("token", token))
-
         def create_repo(self, name, private, exist_ok):
             if failures:
                 raise failures.pop()
@@ -54,7 +51,6 @@ def test_the_model_is_uploaded_at_saves_and_at_the_end(
     folder = tmp_path / "sums" / "hub"
     assert (folder / "model.safetensors").exists() and (folder / "tokenizer.json").exists()
     assert api.calls == [
-        ("token", "hf_x"),
         ("create", "sums", None),
         ("branch", "me/sums", "try"),
         ("upload", str(folder), "me/sums", "step 3", "try"),
@@ -63,7 +59,7 @@ def test_the_model_is_uploaded_at_saves_and_at_the_end(
     api.failures.append(OSError("no network"))
     hub.push(policy, tokenizer, torch.float32, 6)
     hub.push_final("somewhere/final")  # the one before failed, and is said
-    assert "no network" in capsys.readouterr().err and len(api.calls) == 6
+    assert "no network" in capsys.readouterr().err and len(api.calls) == 5
     api.failures.append(OSError("no network"))
     with pytest.raises(RuntimeError, match="somewhere/final.*me/sums failed: no network"):
         hub.push_final("somewhere/final")
@@ -71,7 +67,7 @@ def test_the_model_is_uploaded_at_saves_and_at_the_end(
 
 def test_a_wrong_token_is_found_at_the_start(api, one_rank, tmp_path):
     api.failures.append(OSError("401 Unauthorized\nmore"))
-    with pytest.raises(ValueError, match="sums.*401 Unauthorized.*--hub_token"):
+    with pytest.raises(ValueError, match="sums.*401 Unauthorized.*HF_TOKEN"):
         Hub(PUSH, tmp_path / "sums")
 
 
