@@ -34,6 +34,7 @@ class Config:
     gradient_checkpointing: str = "auto"  # recompute layers: none, selective, full; auto: as fits
     torch_compile: bool | None = None  # compile each decoder layer; default: on CUDA
     bf16: bool | None = None  # compute in bfloat16 (masters keep dtype); default: on CUDA
+    fp16: bool = False  # compute in float16 with a scaled loss; serve in float16 as well
     tf32: bool | None = None  # float32 products in TF32 on CUDA; default: PyTorch's setting
     router_aux_loss_coef: float | None = None  # of the experts' balance; default: the model's own
     lora_r: int | None = None  # rank of LoRA adapters; default: none, all weights train
@@ -131,6 +132,8 @@ class Config:
 
     @property
     def compute_dtype(self):
+        if self.fp16:
+            return torch.float16
         bf16 = torch.cuda.is_available() if self.bf16 is None else self.bf16
         return torch.bfloat16 if bf16 else torch.float32
 
@@ -149,7 +152,6 @@ REFUSED = {
     "parallelism_config": "context and sequence parallelism are not supported",
     "use_liger_kernel": "the head never holds the logits anyway (loss.py)",
     "liger_kernel_config": "see use_liger_kernel",
-    "fp16": "its loss scaling is not available yet; bf16 needs none",
     "beta": "there is no reference model and no KL term",
     "scale_rewards": "advantages are always divided by the group's standard deviation",
     "ignore_data_skip": "a rollout queue cannot be replayed; it is always true",
@@ -355,6 +357,7 @@ def check_config(config):
         "gradient_checkpointing",
         "must be auto, none, selective, full, true or false",
     )
+    need(not (c.fp16 and c.bf16), "fp16", "excludes --bf16 true")
     need(c.lora_r is None or c.lora_r >= 1, "lora_r", "must be at least 1")
     need(c.lora_r or c.lora_alpha is None, "lora_alpha", "needs --lora_r")
     need(c.replicas >= 1, "replicas", "must be at least 1")

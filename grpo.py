@@ -73,6 +73,7 @@ def prepare(argv, plan_path):
         "MODEL_NAME": config.model,
         "LOGPROBS": config.num_sampler_logprobs + 1,  # the token endpoint counts the sampled one
         "TOP_K": config.top_k or "",
+        "SERVER_DTYPE": "float16" if config.fp16 else "bfloat16",
         "TRAIN_PROCESSES": config.num_train_processes or "",
         "SERVER_URL": given.get("vllm_server_base_url", ""),
     }
@@ -159,6 +160,7 @@ def train(config, task):
     if first:
         say(why)
     optimizer, scheduler = update.make_optimizer(policy, config)
+    scale = update.LossScale(config.compute_dtype, resumed and resumed.get("loss_scale"))
     done = resumed["step"] if resumed else 0
     if resumed:
         checkpoint.restore(resumed_from, policy, optimizer, scheduler, done)
@@ -208,15 +210,19 @@ def train(config, task):
 
             # ---- 3 forward, backward, step -------------------------------------------------------
             with clock("perf/fwd_bwd_s"):
-                seen = update.forward_backward(policy, config, share, rows, trees, clock)
+                seen = update.forward_backward(
+                    policy, config, share, rows, trees, clock, scale.value
+                )
             with clock("perf/optimizer_s"):
-                grad_norm = update.clip_gradients(policy, config.max_grad_norm)
-                optimizer.step()
+                grad_norm = update.clip_gradients(policy, config.max_grad_norm, scale.value)
+                if counts := scale.admits(grad_norm):
+                    optimizer.step()
                 optimizer.zero_grad()
                 learning_rate = scheduler.get_last_lr()[0]
                 scheduler.step()
             found, grad_norm, flops = update.gather_metrics(seen, grad_norm)  # waits for the GPU
-            update.check_norm(grad_norm, step)
+            if counts:
+                update.check_norm(grad_norm, step)
 
             # ---- 4 sync --------------------------------------------------------------------------
             if step % config.weight_sync_steps == 0:
@@ -232,7 +238,12 @@ def train(config, task):
             metrics.extend(found)
             if first:
                 metrics.extend(feed.records() + speed(seconds, feed.plan, flops, device, config))
-                metrics.extend(records({"grad_norm": grad_norm, "learning_rate": learning_rate}))
+                if counts:
+                    metrics.record("grad_norm", grad_norm)
+                if scale.active:
+                    metrics.record("loss_scale", scale.value)
+                    metrics.record("skipped_step_count", not counts)
+                metrics.record("learning_rate", learning_rate)
                 metrics.record("num_tokens", feed.n_tokens)
                 if step % config.logging_steps == 0 or step == config.max_steps:
                     metrics.flush(step)
@@ -240,11 +251,11 @@ def train(config, task):
                     diagnose(metrics, config)
             done = step
             if saves.is_due(step, share.epoch):
-                metrics.record("perf/checkpoint_s", saves.save(step, feed.state()))
+                metrics.record("perf/checkpoint_s", saves.save(step, feed.state() | scale.state()))
                 hub.push(policy, tokenizer, config.compute_dtype, step)
             saves.check()
         if saves.is_due(done, saves.epoch, last=True):
-            saves.save(done, feed.state())
+            saves.save(done, feed.state() | scale.state())
         saves.finish()
     finally:
         saves.close()
@@ -370,6 +381,8 @@ def metric_names(config, task, policy, device):
     conditions = ["score_centering"] if config.score_centering and config.loss == "grpo" else []
     if policy.router_aux_loss_coef:
         conditions.append("moe")
+    if config.fp16:
+        conditions.append("fp16")
     if model.peak_flops(device, config.compute_dtype):
         conditions.append("mfu")
     rewards = [reward_name(func) for func in task.reward_funcs]

@@ -80,6 +80,7 @@ NAMES = {
     "get_reward": "env/reward_s",
     "score_centering": "sampling/sampler_mass",
     "moe": "aux_loss",
+    "fp16": "loss_scale skipped_step_count",
     "mfu": "perf/fwd_bwd_mfu perf/wall_clock_mfu",
 }
 LAST = {"step", "time", "num_tokens", "learning_rate", "epoch"}

@@ -2,11 +2,13 @@
 
     forward_backward()    rows -> gradients, reduced once a step, and metrics on the device
     clip_gradients()      global norm, over all ranks
+    LossScale             float16: which steps count, and the factor on the loss
     gather_metrics()      the step's only wait for the device: one transfer, one all-gather
     make_optimizer()      AdamW on the sharded masters, and its schedule
 
 Gradients are summed over rows and ranks: each loss comes divided by the counts of all of them
-(feed.Share), so no count is reduced here. Nothing before gather_metrics() waits for the device.
+(feed.Share), so no count is reduced here. Nothing before gather_metrics() waits for the device,
+but LossScale in float16.
 Test: pytest tests/test_trainer.py
 """
 
@@ -45,9 +47,41 @@ def make_optimizer(policy, config):
     return optimizer, scheduler
 
 
-def forward_backward(policy, config, share, rows, trees, clock):
+class LossScale:
+    """Keeps float16 gradients in range (arXiv:1710.03740, section 3.2): the loss is multiplied by
+    `value` before backward, the gradient divided by it after. A step whose gradient overflows is
+    left out and halves it, 2000 good ones double it. Other dtypes: 1, and every step counts."""
+
+    START, LEAST, GOOD_STEPS = 2.0**16, 2.0**-8, 2000
+
+    def __init__(self, compute_dtype, state=None):
+        self.active = compute_dtype == torch.float16
+        self.value, self.good = state or (self.START if self.active else 1.0, 0)
+
+    def admits(self, grad_norm):
+        """Whether the optimizer may step. The norm is the same on all ranks, so the answer is."""
+        if not self.active:
+            return True
+        if not math.isfinite(grad_norm):
+            self.value, self.good = self.value / 2, 0
+            if self.value < self.LEAST:
+                raise FloatingPointError(
+                    f"float16: the gradient overflows at a loss scale of {self.value} still; lower "
+                    "--learning_rate or use --bf16 true"
+                )
+            return False
+        self.good += 1
+        if self.good == self.GOOD_STEPS:
+            self.value, self.good = 2 * self.value, 0
+        return True
+
+    def state(self):
+        return {"loss_scale": [self.value, self.good]}
+
+
+def forward_backward(policy, config, share, rows, trees, clock, loss_scale=1.0):
     """Forward and backward of this rank's rows. Gradients are left in the parameters, summed over
-    all ranks; -> the rows' metrics, on the device."""
+    all ranks, times loss_scale; -> the rows' metrics, on the device."""
     seen = []
     for i, (samples, row, tree) in enumerate(zip(share.rows, rows, trees, strict=True)):
         # gradients of earlier micro-batches wait for the last one: one reduction a step
@@ -59,7 +93,7 @@ def forward_backward(policy, config, share, rows, trees, clock):
         if aux_loss is not None:
             aux_loss = aux_loss * share.token_shares[i]
             row_loss = row_loss + policy.router_aux_loss_coef * aux_loss
-        row_loss.backward()
+        (row_loss * loss_scale).backward()
         seen.append(row_metrics(config, row, log_probs, entropy, row_loss, len(samples)))
         seen[-1]["flops"] = entropy.new_full((), model.row_flops(policy, row.host))
         if aux_loss is not None:
@@ -98,10 +132,13 @@ def term_losses(config, row, log_probs, n_samples):
     )
 
 
-def clip_gradients(policy, max_norm):
-    """Scale the summed gradients down to max_norm (0: never). -> their norm before, a tensor.
-    Collective."""
+def clip_gradients(policy, max_norm, loss_scale=1.0):
+    """Divide the gradients by loss_scale, then scale them down to max_norm (0: never). -> their
+    norm in between, a tensor. Collective."""
     parameters = [p for p in policy.parameters() if p.requires_grad]
+    if loss_scale != 1.0:
+        for parameter in parameters:
+            parameter.grad.div_(loss_scale)
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm or math.inf)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

@@ -50,17 +50,26 @@ def make_samples(n_groups=4, group_size=3, seed=0):
     return samples
 
 
-def gradients(folder, config, share, reduce_each=False, replicas=1):
+def gradients(
+    folder,
+    config,
+    share,
+    *,
+    reduce_each=False,
+    replicas=1,
+    compute_dtype=torch.float32,
+    loss_scale=1.0,
+):
     """{name: whole gradient} after forward and backward of this rank's rows."""
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
     policy = model.load_policy(config, folder, cpu)
     policy.reduce_each = reduce_each
-    model.shard(policy, cpu, torch.float32, compile_layers=False, replicas=replicas)
+    model.shard(policy, cpu, compute_dtype, compile_layers=False, replicas=replicas)
     rows = [packing.pack_row(samples, BUDGET).to("cpu") for samples in share.rows]
     trees = [attention.TreeMask(row).prepare(policy.model.config) for row in rows]
     clock = grpo.Clock(torch.device("cpu"))
-    update.forward_backward(policy, config, share, rows, trees, clock)
+    update.forward_backward(policy, config, share, rows, trees, clock, loss_scale)
     return {n: p.grad.full_tensor().clone() for n, p in policy.named_parameters()}
 
 
@@ -178,6 +187,39 @@ def test_an_infinite_gradient_stops_the_run():
     module.weight.grad = torch.tensor([[1.0, float("inf")]])
     with pytest.raises(FloatingPointError, match="step 7.*learning_rate"):
         update.check_norm(float(update.clip_gradients(module, 1.0)), 7)
+
+
+def test_float16_overflow_leaves_a_step_out_and_halves_the_scale(monkeypatch):
+    monkeypatch.setattr(update.LossScale, "GOOD_STEPS", 2)
+    scale, module = update.LossScale(torch.float16), torch.nn.Linear(2, 1, bias=False)
+    module.weight.grad = torch.tensor([[3.0, 4.0]]) * scale.value
+    assert float(update.clip_gradients(module, 0, scale.value)) == 5.0  # of the unscaled gradient
+    assert module.weight.grad.tolist() == [[3.0, 4.0]]
+    norms = [5.0, float("inf"), float("nan"), 5.0, 5.0, 5.0]
+    seen = [(scale.admits(torch.tensor(norm)), scale.value) for norm in norms]
+    assert seen == [
+        (True, 2.0**16),
+        (False, 2.0**15),
+        (False, 2.0**14),
+        (True, 2.0**14),
+        (True, 2.0**15),  # two good ones
+        (True, 2.0**15),
+    ]
+    again = update.LossScale(torch.float16, scale.state()["loss_scale"])
+    assert (again.value, again.good) == (2.0**15, 1)
+    with pytest.raises(FloatingPointError, match="--bf16"):
+        while True:
+            scale.admits(float("inf"))
+    plain = update.LossScale(torch.bfloat16)
+    assert plain.value == 1.0 and plain.admits(float("inf"))  # check_norm ends such a run
+
+
+def test_a_float16_gradient_is_the_float32_one_but_for_rounding(tiny_folder, one_rank):
+    samples = make_samples(n_groups=2)
+    exact = one_rank(planned_gradients, tiny_folder, CONFIG, samples)
+    options = {"compute_dtype": torch.float16, "loss_scale": 2.0**10}
+    scaled = one_rank(planned_gradients, tiny_folder, CONFIG, samples, options)
+    assert_close({n: g / 2.0**10 for n, g in scaled.items()}, exact, 1e-2)
 
 
 def test_clipping_scales_to_the_norm():
