@@ -147,7 +147,8 @@ def train(config, task):
     compiled = config.torch_compile if config.torch_compile is not None else device.type == "cuda"
     tied = model_config.get_text_config().tie_word_embeddings
     with one_line_errors():
-        mode, policy.reduce_each, why = memory.choose(policy, config, budget, device, compiled)
+        longest = pad(budget) if pad else budget
+        mode, policy.reduce_each, why = memory.choose(policy, config, longest, device, compiled)
         memory.apply(policy, mode)
         model.shard(
             policy,

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from model import layers
 
 GIB = 2**30
-HEAD_TILE = 16384 * 8192 * (2 + 4 + 4)  # bytes: products, float32 logits, their gradient
+TILE = 32768, 16384  # most terms and tokens of one of the head's tiles (loss.py)
+TILE_BYTES = 2 + 4 + 4  # of an element: product, float32 logit, gradient
 USABLE = 0.9  # of the device: the rest is fragments, communication buffers, the CUDA context
 
 
@@ -57,7 +58,8 @@ def estimate(
     root = sum(p.numel() for p in policy.parameters()) - n_layers * layer
     at_once = 2 if shards > 1 else n_layers  # without shards layers stay gathered
     gathered = (root + at_once * layer) * width + (root + layer) * (width + 4)
-    fixed = (0 if cpu_offload else held / shards) + gathered + HEAD_TILE
+    tile = min(row_tokens, TILE[0]) * min(config.vocab_size, TILE[1]) * TILE_BYTES
+    fixed = (0 if cpu_offload else held / shards) + gathered + tile
     if whole_gradients:
         fixed += 4 * sum(p.numel() for p in trained)
     # below the head: the last norm in float32, its output at the terms, their gradients
