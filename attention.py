@@ -172,16 +172,21 @@ class TreeMask:
         return self._paths
 
 
-def layer_windows(text_config):
-    """The sliding windows that a model's layers use; None stands for full attention."""
+def windows_by_layer(text_config):
+    """The sliding window of each attention layer of a model; None stands for full attention."""
     window = getattr(text_config, "sliding_window", None)
     kinds = getattr(text_config, "layer_types", None)
-    if kinds is None:
-        return [window]  # all layers alike: Llama (no window), Mistral
+    if kinds is None:  # all layers alike: Llama (no window), Mistral
+        return [window] * text_config.num_hidden_layers
     if "chunked_attention" in kinds:
         raise ValueError(f"{text_config.model_type}: chunked attention cannot run over a tree yet")
-    windows = {window if kind == "sliding_attention" else None for kind in kinds}
-    return sorted(windows, key=lambda window: window or 0)
+    kinds = [kind for kind in kinds if kind != "linear_attention"]
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def layer_windows(text_config):
+    """The different ones, those without first."""
+    return sorted(set(windows_by_layer(text_config)), key=lambda window: window or 0)
 
 
 def _refuse_tracing():

@@ -11,6 +11,7 @@ Test: pytest tests/test_config.py
 import difflib
 import inspect
 import json
+import math
 import re
 import typing
 from dataclasses import dataclass
@@ -33,9 +34,16 @@ class Config:
     dtype: str = "float32"  # of the master weights: auto, bfloat16 or float32
     trust_remote_code: bool = False  # allow models and tokenizers that bring their own code
     attention: str = "auto"  # auto, flash, flex, varlen or sdpa
-    gradient_checkpointing: bool = True  # recompute layers in backward: less memory, more time
+    gradient_checkpointing: str = "auto"  # recompute layers: none, selective, full; auto: as fits
     torch_compile: bool | None = None  # compile each decoder layer; default: on CUDA
     bf16: bool | None = None  # compute in bfloat16 (masters keep dtype); default: on CUDA
+    fp16: bool = False  # compute in float16 with a scaled loss; serve in float16 as well
+    tf32: bool | None = None  # float32 products in TF32 on CUDA; default: PyTorch's setting
+    router_aux_loss_coef: float | None = None  # of the experts' balance; default: the model's own
+    lora_r: int | None = None  # rank of LoRA adapters; default: none, all weights train
+    lora_alpha: int | None = None  # adapters are scaled by alpha / r; default: twice lora_r
+    lora_target_modules: str = "all-linear"  # names with commas, a pattern, or all-linear
+    peft_config: dict | None = None  # further arguments of peft.LoraConfig, as JSON
 
     # --- generation
     num_generations: int = 8  # rollouts a prompt; the baseline is their mean
@@ -95,6 +103,8 @@ class Config:
     output_dir: str | None = None  # default: runs/RUN_NAME
     run_name: str | None = None  # default: task and time
     num_train_processes: int | None = None  # started by run.sh; default: one a training GPU
+    replicas: int = 1  # whole copies of the model; the processes of each share one (HSDP)
+    cpu_offload: bool = False  # masters, gradients and AdamW in host memory: slow, and large models
     logging_steps: int = 1  # optimizer steps a logging window
     diagnose_steps: int = 10  # optimizer steps between two diagnoses; 0: never
     report_to: str = "auto"  # tensorboard, trackio, wandb, none or a comma-separated list
@@ -104,8 +114,37 @@ class Config:
     train_sampling_strategy: str = "random"  # order of prompts in an epoch: random or sequential
     ddp_timeout: int = 1800  # seconds that one rank waits for the others
 
+    # --- checkpoints
+    save_strategy: str = "steps"  # when a checkpoint is saved: steps, epoch or no
+    save_steps: float = 500  # optimizer steps between two; below 1 a fraction of max_steps
+    save_total_limit: int | None = None  # checkpoints that are kept; default: all
+    resume_from_checkpoint: str | None = None  # a checkpoint's folder, or True for the newest
+    push_to_hub: bool = False  # upload the model at the end, and at saves: see hub_strategy
+    hub_model_id: str | None = None  # USER/NAME there; default: the run folder's name
+    hub_strategy: str = "every_save"  # upload at each checkpoint too, or only at the end
+    hub_private_repo: bool | None = None  # if the repository is made; default: the account's way
+    hub_revision: str | None = None  # branch; default: main
+
+    @property
+    def run_folder(self):
+        """Where the run lives, if it was named."""
+        return self.output_dir or (self.run_name and f"runs/{self.run_name}")
+
+    def steps_of(self, name):
+        """An option in steps, where a value below 1 stands for a fraction of max_steps."""
+        value = getattr(self, name)
+        return math.ceil(value * self.max_steps if 0 < value < 1 else value)
+
+    @property
+    def checkpointing(self):
+        """gradient_checkpointing as auto, none, selective or full."""
+        given = str(self.gradient_checkpointing).lower()
+        return {"true": "full", "false": "none"}.get(given, given)
+
     @property
     def compute_dtype(self):
+        if self.fp16:
+            return torch.float16
         bf16 = torch.cuda.is_available() if self.bf16 is None else self.bf16
         return torch.bfloat16 if bf16 else torch.float32
 
@@ -124,7 +163,6 @@ REFUSED = {
     "parallelism_config": "context and sequence parallelism are not supported",
     "use_liger_kernel": "the head never holds the logits anyway (loss.py)",
     "liger_kernel_config": "see use_liger_kernel",
-    "fp16": "its loss scaling is not available yet; bf16 needs none",
     "beta": "there is no reference model and no KL term",
     "scale_rewards": "advantages are always divided by the group's standard deviation",
     "ignore_data_skip": "a rollout queue cannot be replayed; it is always true",
@@ -139,22 +177,64 @@ REFUSED = {
     "group_by_length": _ROWS,
     "torch_compile_backend": "inductor",
     "torch_compile_mode": "default",
+    "gradient_checkpointing_kwargs": "the non-reentrant kind takes none",
+    "use_cache": "training never caches keys and values",
+    "torch_empty_cache_steps": "allocator: set PYTORCH_CUDA_ALLOC_CONF",
+    "use_cpu": "CUDA_VISIBLE_DEVICES= does that",
+    "full_determinism": "a live server's replies differ from run to run",
+    "logging_strategy": "logging_steps counts steps",
+    "logging_first_step": "logging_steps=1 logs every step",
+    "logging_nan_inf_filter": "a broken loss must show",
+    "log_on_each_node": "the first process logs for all",
+    "log_level": "Python's logging is left as it is",
+    "log_level_replica": "Python's logging is left as it is",
+    "include_num_input_tokens_seen": "num_tokens is always logged",
+    "project": "set TRACKIO_PROJECT or WANDB_PROJECT",
+    "trackio_space_id": "set TRACKIO_SPACE_ID",
+    "trackio_bucket_id": "set it in trackio itself",
+    "trackio_static_space_id": "set it in trackio itself",
+    "save_only_model": "a checkpoint is for resuming; the model alone is RUN/final",
+    "save_on_each_node": "the run's folder is shared by all machines",
+    "enable_jit_checkpoint": "checkpoints are saved every save_steps, not when a run is stopped",
+    "hub_token": "set HF_TOKEN or `hf auth login`: an option would stand in every log",
+    "hub_always_push": "an upload waits for the one before it",
+    "load_best_model_at_end": "no metric of a policy's own rollouts says which model is best",
+    "metric_for_best_model": "see load_best_model_at_end",
+    "greater_is_better": "see load_best_model_at_end",
+    "restore_callback_states_from_checkpoint": _NO_TRAINER,
+    "skip_memory_metrics": _NO_TRAINER,
+    "do_train": _NO_TRAINER,
+    "do_eval": _NO_TRAINER,
+    "do_predict": _NO_TRAINER,
+    "debug": _NO_TRAINER,
+    "local_rank": "torchrun sets LOCAL_RANK",
+    "label_names": "it belongs to supervised losses",
+    "length_column_name": _ROWS,
+    **dict.fromkeys(
+        "bf16_full_eval fp16_full_eval eval_delay per_device_eval_batch_size prediction_loss_only "
+        "eval_on_start eval_do_concat_batches eval_use_gather_object eval_accumulation_steps "
+        "include_for_metrics batch_eval_metrics".split(),
+        "evaluation runs through the server (eval_steps), not through the trainer",
+    ),
+    **dict.fromkeys(
+        "dataloader_drop_last dataloader_num_workers dataloader_pin_memory "
+        "dataloader_persistent_workers dataloader_prefetch_factor dataloader_in_order "
+        "dataloader_multiprocessing_context".split(),
+        "samples come from the rollout worker, not from a data loader",
+    ),
+    **dict.fromkeys(
+        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
+        "ddp_backend".split(),
+        "sharded training is FSDP2",
+    ),
     "tools": "a task file defines tools",
     "environment_factory": "a task file defines environment_factory",
     "reward_funcs": "a task file defines reward_funcs",
     "train_dataset": "a task file defines dataset",
-    "peft_config": _LATER,
-    "router_aux_loss_coef": _LATER,
     "max_tool_calling_iterations": _LATER,
     "log_completions": _LATER,
     "num_completions_to_print": _LATER,
     "eval_strategy": "every eval_steps steps, if eval_env is given",
-    "save_strategy": "the final model is always saved; checkpoints in between are " + _LATER,
-    "save_steps": "the final model is always saved; checkpoints in between are " + _LATER,
-    "save_total_limit": "checkpoints are " + _LATER,
-    "resume_from_checkpoint": _LATER,
-    "push_to_hub": _LATER,
-    "hub_model_id": _LATER,
 }
 
 
@@ -287,6 +367,15 @@ def check_config(config):
     need(c.max_staleness >= 0, "max_staleness", "must not be negative")
     need(c.weight_sync_steps >= 1, "weight_sync_steps", "must be at least 1")
     need(c.max_concurrent_rollouts >= 1, "max_concurrent_rollouts", "must be at least 1")
+    need(c.save_steps > 0, "save_steps", "must be positive; --save_strategy no saves none")
+    need(
+        c.save_total_limit is None or c.save_total_limit >= 1,
+        "save_total_limit",
+        "must be at least 1",
+    )
+    for name in ("save_steps", "warmup_steps"):
+        fraction = 0 < getattr(c, name) < 1
+        need(not fraction or c.max_steps > 0, name, "a fraction of max_steps needs --max_steps")
     need(c.diagnose_steps >= 0, "diagnose_steps", "must not be negative")
     need(c.logging_steps >= 1, "logging_steps", "must be at least 1")
     need(c.learning_rate >= 0, "learning_rate", "must not be negative")
@@ -294,12 +383,28 @@ def check_config(config):
     need(c.eval_prompts >= 1, "eval_prompts", "must be at least 1")
     need(not c.replay or not c.eval_env, "eval_env", "a replay has no server to evaluate with")
     need(not c.replay or not c.dump_rollouts, "dump_rollouts", "the replayed run has that dump")
+    need(
+        not c.replay or not c.resume_from_checkpoint,
+        "resume_from_checkpoint",
+        "a replay starts with the first step that was dumped",
+    )
     need(c.max_steps > 0 or c.num_train_epochs > 0, "num_train_epochs", "must be positive")
+    need(
+        c.checkpointing in ("auto", "none", "selective", "full"),
+        "gradient_checkpointing",
+        "must be auto, none, selective, full, true or false",
+    )
+    need(not (c.fp16 and c.bf16), "fp16", "excludes --bf16 true")
+    need(c.lora_r is None or c.lora_r >= 1, "lora_r", "must be at least 1")
+    need(c.lora_r or c.lora_alpha is None, "lora_alpha", "needs --lora_r")
+    need(c.replicas >= 1, "replicas", "must be at least 1")
     for name, values in {
         "loss": ("grpo", "cispo", "gspo", "dr_grpo"),
         "score_centering_tail": ("drop", "proportional"),
         "normalize": ("micro_batch", "step"),
         "lr_scheduler_type": ("constant", "constant_with_warmup", "linear", "cosine"),
+        "save_strategy": ("steps", "epoch", "no"),
+        "hub_strategy": ("every_save", "end"),
         "dtype": ("auto", "bfloat16", "float32"),
         "attention": ("auto", "flash", "flex", "varlen", "sdpa"),
         "train_sampling_strategy": ("random", "sequential"),

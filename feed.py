@@ -33,10 +33,12 @@ class Share:
 
     rows: list  # samples of this rank, one list a micro-batch
     denominators: list  # what each micro-batch's summed loss is divided by
+    token_shares: list  # of this rank's row among the tokens of all rows; the aux loss's weight
+    epoch: float  # passes over the prompts once this step is done; NaN for a stream
     log_probs: list = field(default_factory=list)  # the policy's of each row's terms, once seen
 
 
-def shares(plan, config, world_size):
+def shares(plan, config, world_size, epoch):
     """The Share of every rank. A plan for more processes than there are takes several rounds a
     micro-batch, which changes no gradient; who has no row in the last forwards without a loss."""
     counts = plan.n_trained
@@ -48,23 +50,32 @@ def shares(plan, config, world_size):
         denominators = [sum(counts)] * len(counts)
     else:
         denominators = [count * len(counts) for count in counts]
-    found = [Share([], []) for _ in range(world_size)]
-    for rows, denominator in zip(plan.micro_batches, denominators):
+    # a row without loss terms only keeps step: its tokens count for nothing
+    tokens = [[row.n_tokens if row.n_terms else 0 for row in rows] for rows in plan.micro_batches]
+    if config.normalize == "step":
+        wholes = [sum(map(sum, tokens))] * len(tokens)
+    else:
+        wholes = [sum(batch) * len(tokens) for batch in tokens]
+    found = [Share([], [], [], epoch) for _ in range(world_size)]
+    for i, rows in enumerate(plan.micro_batches):
         for start in range(0, len(rows), world_size):
             batch = [row.samples for row in rows[start : start + world_size]]
+            n_tokens = tokens[i][start : start + world_size]
             while len(batch) < world_size:
                 batch.append([planner.lossless_copy(batch[0][0])])
-            for share, samples in zip(found, batch):
+                n_tokens.append(0)
+            for share, samples, n in zip(found, batch, n_tokens):
                 share.rows.append(samples)
-                share.denominators.append(denominator)
+                share.denominators.append(denominators[i])
+                share.token_shares.append(n / wholes[i])
     return found
 
 
-def scatter(plan, config):
+def scatter(plan, config, epoch):
     """Rank 0's plan as this rank's Share, None at the end. Collective."""
     all_shares, mine = [None] * dist.get_world_size(), [None]
     if plan is not None:
-        all_shares = shares(plan, config, dist.get_world_size())
+        all_shares = shares(plan, config, dist.get_world_size(), epoch)
     dist.scatter_object_list(mine, all_shares, src=0)
     return mine[0]
 
@@ -93,13 +104,18 @@ class Feed:
     Generation is held to `max_staleness` by tokens: the worker may have max(max_staleness, 1) times
     the tokens of the last step queued, in progress, or planned but not yet trained on. It goes
     beyond that only while the planner waits for samples to fill a step.
+
+    `resumed` is the state() that a checkpoint was saved with.
     """
 
-    def __init__(self, config, task, policy, tokenizer, model_path, budget, pad, run):
+    def __init__(self, config, task, policy, tokenizer, model_path, budget, pad, run, resumed=None):
         self.config, self.budget, self.pad = config, budget, pad
-        self.plan, self.step, self.n_tokens, self.version = None, 0, 0, 0
+        resumed = resumed or {"step": 0, "num_tokens": 0, "next_prompt": 0, "used": []}
+        self.plan, self.step, self.n_tokens = None, resumed["step"], resumed["num_tokens"]
+        self.version = self.step // config.weight_sync_steps
         self.pulled_tokens = self.released_tokens = 0
-        self.used = set()  # groups that were trained or dropped: what an epoch counts
+        # Prompts that were trained or dropped: all before next_prompt, and those in used.
+        self.next_prompt, self.used = resumed["next_prompt"], set(resumed["used"])
         self.n_prompts = len(task.rows) if hasattr(task.rows, "__len__") else math.nan
         self.told = []  # dump.stories of the rollouts that were scored during the last step
         self.worker = self.planner = self.evaluation = self.dump = None
@@ -118,7 +134,8 @@ class Feed:
         if config.eval_env:
             self.evaluation = Evaluation(config, tasks.load_eval_task(config, task), run, **names)
         options = asdict(config) | {"dump_rollouts": wants_told}
-        self.worker = RolloutWorker(options, task, **names)
+        done = {"start_index": self.next_prompt, "used": frozenset(self.used)}
+        self.worker = RolloutWorker(options, task, **names, **done)
         self.worker.set_allowance(max(config.max_staleness, 1) * rows * budget)
         self.worker.start()
         self.planner = planner.Planner(
@@ -126,7 +143,7 @@ class Feed:
             token_budget=budget,
             world_size=dist.get_world_size(),
             gradient_accumulation_steps=config.gradient_accumulation_steps,
-            first_step=1,
+            first_step=self.step + 1,
             is_stale=self._is_stale,
             vocab_size=policy.model.get_output_embeddings().weight.shape[0],
         )
@@ -153,7 +170,7 @@ class Feed:
         if self.planner:
             self.plan = self._wait()
             self._use_prompts()
-        self.share = scatter(self.plan, self.config)
+        self.share = scatter(self.plan, self.config, self.epoch)
         return self.share
 
     def _wait(self):
@@ -172,14 +189,27 @@ class Feed:
 
     def _use_prompts(self):
         """Count the prompts of this step as used up, and those that will never train."""
-        self.used.update(self.worker.drain_dropped())
+        groups = set(self.worker.drain_dropped())
         if self.plan is not None:
-            self.used.update(*(row.groups for row in self.plan.rows))
+            groups.update(self.plan.dropped_groups, *(row.groups for row in self.plan.rows))
+        # the rest of a group may come in a later step, when all up to it is used
+        self.used |= {group for group in groups if group >= self.next_prompt}
+        while self.next_prompt in self.used:
+            self.used.remove(self.next_prompt)
+            self.next_prompt += 1
+
+    def state(self):
+        """Where the run stands in the order of prompts after this step, for a checkpoint."""
+        return {
+            "num_tokens": self.n_tokens,
+            "next_prompt": self.next_prompt,
+            "used": sorted(self.used),
+        }
 
     @property
     def epoch(self):
         """Passes over the prompts, this step's included; NaN for a streamed dataset."""
-        return len(self.used) / self.n_prompts
+        return (self.next_prompt + len(self.used)) / self.n_prompts
 
     def sync_due(self, step):
         """Whether the weights go to the server after this step. Every rank calls it.
@@ -266,7 +296,11 @@ class Replay:
         if dist.get_rank() == 0:
             file = next(self.files, None)
             self.plan = file and self._plan(dump.read_step(file))
-        return scatter(self.plan, self.config)
+        return scatter(self.plan, self.config, epoch=math.nan)
+
+    def state(self):
+        """For a checkpoint: a replay uses up no prompts."""
+        return {"num_tokens": self.n_tokens, "next_prompt": 0, "used": []}
 
     def _plan(self, recorded):
         batches = []

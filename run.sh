@@ -83,7 +83,7 @@ case " ${options[*]} " in *" --help "* | *" -h "*) exec "$python" grpo.py --help
 plan=$(mktemp)
 trap 'rm -f "$plan"' EXIT
 "$python" grpo.py --prepare "$plan" ${options[@]+"${options[@]}"}
-# MODEL_PATH MODEL_NAME CPU_DTYPE LOGPROBS TOP_K (empty: all tokens) TRAIN_PROCESSES (empty: all)
+# MODEL_PATH MODEL_NAME CPU_DTYPE SERVER_DTYPE LOGPROBS TOP_K (empty: all tokens) TRAIN_PROCESSES (empty: all)
 # SERVER_URL (empty: ours to start)
 . "$plan"
 [ ! -d "$MODEL_PATH" ] || export HF_HUB_OFFLINE=1 # a folder needs no hub
@@ -127,7 +127,7 @@ print(s.getsockname()[1])')}
     }
     vllm_gpus=${VLLM_GPUS:-$(gpu_list 0 $((gpus / 2 - 1)))}
     train_gpus=${TRAIN_GPUS:-$(gpu_list $((gpus / 2)) $((gpus - 1)))}
-    flags+=(--max-model-len "${MAX_MODEL_LEN:-4096}" --api-server-count 8 --dtype bfloat16
+    flags+=(--max-model-len "${MAX_MODEL_LEN:-4096}" --api-server-count 8 --dtype "$SERVER_DTYPE"
       --weight-transfer-config '{"backend":"nccl"}')
     if [ -n "$TOP_K" ]; then # the candidate set of each token; only this runner returns it
       flags+=(--return-sampling-mask)

@@ -129,7 +129,8 @@ class RolloutWorker:
         model_path: str,  # of the tokenizer
         model_name: str,  # as the server serves it
         eos_token_ids,  # all that end a turn
-        start_index: int = 0,  # first prompt in the run's order
+        start_index: int = 0,  # first prompt in the run's order that is not used up
+        used: frozenset[int] = frozenset(),  # those above it that are
         evaluates: bool = False,  # evaluates when asked, instead of making samples (evaluate.py)
     ):
         check_task(task)
@@ -145,6 +146,7 @@ class RolloutWorker:
             "model_name": model_name,
             "eos_token_ids": [int(i) for i in eos_token_ids],
             "start_index": start_index,
+            "used": frozenset(used),
             "evaluates": evaluates,
         }
         self._context = multiprocessing.get_context("spawn")

@@ -235,7 +235,7 @@ def training(args):
 
     def step(row, backend):
         tree = attention.TreeMask(row, backend).prepare(config)
-        log_probs, _ = policy(row, tree, temperature=1.0)
+        log_probs, *_ = policy(row, tree, temperature=1.0)
         log_probs.sum().backward()
         policy.zero_grad()
 

@@ -39,8 +39,10 @@ import grpo  # noqa: E402
 import model  # noqa: E402
 import packing  # noqa: E402
 import planner  # noqa: E402
+import update  # noqa: E402
 from bench.attention import attempt, milliseconds, samples_of  # noqa: E402
 from config import Config  # noqa: E402
+from feed import Share  # noqa: E402
 
 TREES = {"3 x 8 x 1024 on 1024": (3, 8, 1024, 1024), "2 x 16 x 512 on 3072": (2, 16, 3072, 512)}
 TINY_TREES = {"3 x 8 x 10 on 10": (3, 8, 10, 10), "2 x 16 x 5 on 30": (2, 16, 30, 5)}
@@ -90,7 +92,7 @@ class Reference(model.Policy):
             1.0,
             ("entropy",),
         )
-        return torch.stack([log_probs], 1), entropy
+        return torch.stack([log_probs], 1), entropy, None
 
 
 class Side:
@@ -105,7 +107,7 @@ class Side:
                 config, dtype=torch.float32, attn_implementation=attention.ATTENTION
             )
         bare.gradient_checkpointing_enable({"use_reentrant": False})
-        self.policy = cls(model.make_policy(bare, gradient_checkpointing=False).model)
+        self.policy = cls(model.make_policy(bare).model)
         self.autocast = contextlib.nullcontext
         if sharded:
             model.shard(self.policy, args.device, args.dtype, compiled)
@@ -122,11 +124,11 @@ class Side:
 
     def step(self, row, tree, config=SURROGATE, optimizer=None):
         with self.autocast():
-            log_probs, _ = self.policy(row, tree, 1.0)
+            log_probs, *_ = self.policy(row, tree, 1.0)
         n = len(row.term_targets)
-        (grpo.term_losses(config, row, log_probs, self.args.n_samples).sum() / n).backward()
+        (update.term_losses(config, row, log_probs, self.args.n_samples).sum() / n).backward()
         if optimizer:
-            grpo.clip_gradients(self.policy, 1.0, 0)
+            update.clip_gradients(self.policy, 1.0)
             optimizer.step()
         self.policy.zero_grad()
 
@@ -175,13 +177,8 @@ HEADER = (
 
 
 def mfu(policy, row, took, args):
-    counts = SimpleNamespace(
-        rows=[SimpleNamespace(cost=row.visible_pairs)],
-        n_tokens=row.n_tokens,
-        n_trained=[len(row.term_targets)],
-    )
     peak = model.peak_flops(args.device, args.dtype) or math.nan
-    return 100 * model.step_flops(policy, counts) / (took / 1e3) / peak
+    return 100 * model.row_flops(policy, row.host) / (took / 1e3) / peak
 
 
 def wait(args):
@@ -223,7 +220,7 @@ def whole_loop(side, args):
         for sample in args.samples[next(iter(args.trees))]
     ]
     policy, config = side.policy, CENTERED
-    optimizer, scheduler = grpo.make_optimizer(policy, config)
+    optimizer, scheduler = update.make_optimizer(policy, config)
     options = dict(token_budget=1 << 20, world_size=1, gradient_accumulation_steps=1)
     side.checkpointing("none")
     shares = []
@@ -232,17 +229,15 @@ def whole_loop(side, args):
         clock = grpo.Clock(args.device)
         row = packing.pack_row(plan.samples(0)[0], 1 << 20, packing.bucket).to(args.device)
         tree = side.tree(row)
+        share = Share(plan.samples(0), [plan.n_tokens], [1.0], 0.0)
         with clock("perf/fwd_bwd_s"):
-            log_probs, entropy = policy(row, tree, config.temperature)
-            row_loss = grpo.term_losses(config, row, log_probs, len(samples)).sum() / plan.n_tokens
-            row_loss.backward()
-            seen = [grpo.row_metrics(config, row, log_probs, entropy, row_loss, len(samples))]
+            seen = update.forward_backward(policy, config, share, [row], [tree], clock)
         with clock("perf/optimizer_s"):
-            grpo.clip_gradients(policy, 1.0, step)
+            norm = update.clip_gradients(policy, 1.0)
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-        grpo.gather_metrics(seen)
+        update.gather_metrics(seen, norm)
         seconds = clock.read()
         whole = seconds["perf/step_s"]
         rest = whole - seconds["perf/fwd_bwd_s"] - seconds["perf/optimizer_s"]
@@ -300,7 +295,7 @@ def run(args):
     with torch.no_grad():
         ours_log_probs = ours.policy(row, ours.tree(row), 1.0)[0][:, 0]
     attempt("kernels", lambda: kernels(ours, args), args)
-    optimizer, _ = grpo.make_optimizer(ours.policy, SURROGATE)
+    optimizer, _ = update.make_optimizer(ours.policy, SURROGATE)
     ours.measure(stepped, first, "none", optimizer=optimizer)
     ours.measure(stepped, first, "full", optimizer=optimizer)
     ours.measure("nine, clip, AdamW", first, "none", CENTERED, optimizer=optimizer)
@@ -323,7 +318,7 @@ def run(args):
         )
 
     lines.append(attempt("agreement", agreement, args))
-    optimizer, _ = grpo.make_optimizer(reference.policy, SURROGATE)
+    optimizer, _ = update.make_optimizer(reference.policy, SURROGATE)
     reference.measure(stepped, first, "full", optimizer=optimizer)
     optimizer.state.clear()  # its memory
     reference.measure("one log-prob", first, "none")  # late: what runs out of memory stays broken

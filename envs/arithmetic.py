@@ -15,7 +15,6 @@ import numpy as np
 config_overrides = {
     "max_completion_length": 16,
     "token_budget": 1024,  # about 8 groups of 8 short completions: 64 rollouts a step
-    "gradient_checkpointing": False,  # a row of 1024 tokens needs no saving
     "learning_rate": 2e-5,
     "adam_beta2": 0.95,
     "max_staleness": 1,

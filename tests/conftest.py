@@ -5,6 +5,8 @@
     tiny_server   TinyServer(url, name, folder, log, process) around it; about 25 s, once a session.
                   Marker `server`. Its weights are whatever the last sync left there: a test that
                   cares about them sends them first
+    one_rank      run(job, *arguments) in a process group of one
+    two_ranks     ... on two gloo ranks, which live as long as the session
 
 Without the CPU build of vLLM the `server` tests are skipped, with that reason.
 """
@@ -23,6 +25,8 @@ from pathlib import Path
 import pytest
 import requests
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 START_TIMEOUT_S = 400  # 25 s on two idle cores, 100 s on busy ones
 CHATML = (
@@ -175,3 +179,53 @@ def tiny_server(tiny_folder, tmp_path_factory):
     server = start_server(tiny_folder, str(tiny_folder), log)
     yield server
     stop_server(server)
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    """run(job, *arguments) -> job(0, *arguments), in a process group of one."""
+    store = tmp_path_factory.mktemp("one_rank") / "store"
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
+    yield lambda job, *arguments: job(0, *arguments)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory):
+    """run(job, *arguments) -> rank 0's job(0, *arguments), with rank 1 doing its own."""
+    store = f"file://{tmp_path_factory.mktemp('two_ranks') / 'store'}"
+    spawn = mp.get_context("spawn")
+    ends = [spawn.Pipe() for _ in range(2)]
+    ranks = [
+        spawn.Process(target=_serve_rank, args=(rank, store, ends[rank][1]), daemon=True)
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+
+    def run(job, *arguments):
+        for end, _ in ends:
+            end.send((job, arguments))
+        results = [end.recv() if end.poll(100) else TimeoutError("rank hangs") for end, _ in ends]
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results[0]
+
+    yield run
+    for end, _ in ends:
+        end.send(None)
+    for process in ranks:
+        process.join(10)
+
+
+def _serve_rank(rank, store, end):
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    while (task := end.recv()) is not None:
+        job, arguments = task
+        try:
+            end.send(job(rank, *arguments))
+        except Exception as error:
+            end.send(error)
+    dist.destroy_process_group()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from test_trainer import BUDGET, CONFIG, assert_close, gradients, make_samples, one_rank  # noqa: F401
+from test_trainer import BUDGET, CONFIG, assert_close, gradients, make_samples
 
 import config
 import dump
@@ -157,7 +157,7 @@ def record(folder, samples, world_size, **options):
     )
     writer = dump.Dump(folder, BUDGET)
     for plan in plans:
-        shares = feed.shares(plan, CONFIG, world_size)
+        shares = feed.shares(plan, CONFIG, world_size, epoch=0.0)
         log_probs = [
             [np.zeros(sum(int(s.trained.sum()) for s in row), np.float32) for row in share.rows]
             for share in shares
@@ -168,14 +168,14 @@ def record(folder, samples, world_size, **options):
     return plans
 
 
-def test_replay_hands_out_the_same_rows_with_the_same_denominators(tmp_path, one_rank):  # noqa: F811
+def test_replay_hands_out_the_same_rows_with_the_same_denominators(tmp_path, one_rank):
     options = dataclasses.replace(CONFIG, replay=str(tmp_path), gradient_accumulation_steps=2)
     plans = record(tmp_path, make_samples(n_groups=9), 1, gradient_accumulation_steps=2)
     assert len(plans) > 1
     replay = feed.Replay(options, pad=None)
     assert replay.budget == BUDGET
     for plan in plans:
-        share, expected = replay.next(), feed.shares(plan, options, 1)[0]
+        share, expected = replay.next(), feed.shares(plan, options, 1, epoch=0.0)[0]
         assert share.denominators == expected.denominators
         for ours, theirs in zip(share.rows, expected.rows, strict=True):
             assert [s.input_ids.tolist() for s in ours] == [s.input_ids.tolist() for s in theirs]
@@ -187,17 +187,18 @@ def test_replay_hands_out_the_same_rows_with_the_same_denominators(tmp_path, one
     assert replay.next() is None
 
 
-def test_a_replay_with_fewer_processes_has_the_same_gradient(tiny_folder, tmp_path, one_rank):  # noqa: F811
+def test_a_replay_with_fewer_processes_has_the_same_gradient(tiny_folder, tmp_path, one_rank):
     (plan,) = record(tmp_path, make_samples(n_groups=3), 3, gradient_accumulation_steps=1)
-    live = feed.shares(plan, CONFIG, 3)
-    batches = [rows for share in live for rows in share.rows]
-    denominators = [d for share in live for d in share.denominators]
-    expected = gradients(tiny_folder, CONFIG, batches, denominators)
+    live = feed.Share([], [], [], 0.0)  # of three processes, in one
+    for share in feed.shares(plan, CONFIG, 3, epoch=0.0):
+        live.rows += share.rows
+        live.denominators += share.denominators
+    expected = gradients(tiny_folder, CONFIG, live)
     share = feed.Replay(dataclasses.replace(CONFIG, replay=str(tmp_path)), None).next()
     assert len(share.rows) == 3
-    assert_close(gradients(tiny_folder, CONFIG, share.rows, share.denominators), expected, 1e-6)
+    assert_close(gradients(tiny_folder, CONFIG, share), expected, 1e-6)
     # Two processes take two rounds; who has no row in the second forwards without a loss.
-    one, two = feed.shares(plan, CONFIG, 2)
+    one, two = feed.shares(plan, CONFIG, 2, epoch=0.0)
     assert [len(one.rows), len(two.rows)] == [2, 2]
     assert not any(sample.trained.any() for sample in two.rows[1])
 

@@ -469,7 +469,8 @@ def test_backends_are_chosen_by_device_head_dim_and_sinks():
 
 def test_windows_of_a_models_layers():
     def windows(**config):
-        return attention.layer_windows(types.SimpleNamespace(model_type="some", **config))
+        config = types.SimpleNamespace(model_type="some", num_hidden_layers=2, **config)
+        return attention.layer_windows(config)
 
     full, sliding = "full_attention", "sliding_attention"
     assert windows() == windows(sliding_window=None) == [None]  # Llama

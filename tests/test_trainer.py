@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import transformers
 
 import attention
@@ -16,6 +15,7 @@ import loss
 import model
 import packing
 import planner
+import update
 from config import Config
 from feed import shares
 
@@ -50,70 +50,30 @@ def make_samples(n_groups=4, group_size=3, seed=0):
     return samples
 
 
-def gradients(folder, config, batches, denominators):
+def gradients(
+    folder,
+    config,
+    share,
+    *,
+    reduce_each=False,
+    replicas=1,
+    compute_dtype=torch.float32,
+    loss_scale=1.0,
+):
     """{name: whole gradient} after forward and backward of this rank's rows."""
     torch.set_num_threads(1)
-    policy = model.load_policy(config, folder, torch.device("cpu"))
-    model.shard(policy, torch.device("cpu"), torch.float32, compile_layers=False)
-    for samples, denominator in zip(batches, denominators):
-        row = packing.pack_row(samples, BUDGET).to("cpu")
-        tree = attention.TreeMask(row, config.attention).prepare(policy.model.config)
-        log_probs, _ = policy(row, tree, config.temperature)
-        terms = grpo.term_losses(config, row, log_probs, len(samples))
-        (terms.sum() / denominator).backward()
+    cpu = torch.device("cpu")
+    policy = model.load_policy(config, folder, cpu)
+    policy.reduce_each = reduce_each
+    model.shard(policy, cpu, compute_dtype, compile_layers=False, replicas=replicas)
+    rows = [packing.pack_row(samples, BUDGET).to("cpu") for samples in share.rows]
+    trees = [attention.TreeMask(row).prepare(policy.model.config) for row in rows]
+    clock = grpo.Clock(torch.device("cpu"))
+    update.forward_backward(policy, config, share, rows, trees, clock, loss_scale)
     return {n: p.grad.full_tensor().clone() for n, p in policy.named_parameters()}
 
 
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory):
-    """run(job, *arguments) -> job(0, *arguments), in a process group of one."""
-    store = tmp_path_factory.mktemp("one_rank") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield lambda job, *arguments: job(0, *arguments)
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    """run(job, *arguments) -> rank 0's job(0, *arguments), with rank 1 doing its own."""
-    store = f"file://{tmp_path_factory.mktemp('two_ranks') / 'store'}"
-    spawn = mp.get_context("spawn")
-    ends = [spawn.Pipe() for _ in range(2)]
-    ranks = [
-        spawn.Process(target=_serve_rank, args=(rank, store, ends[rank][1]), daemon=True)
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-
-    def run(job, *arguments):
-        for end, _ in ends:
-            end.send((job, arguments))
-        results = [end.recv() if end.poll(100) else TimeoutError("rank hangs") for end, _ in ends]
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-        return results[0]
-
-    yield run
-    for end, _ in ends:
-        end.send(None)
-    for process in ranks:
-        process.join(10)
-
-
-def _serve_rank(rank, store, end):
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    while (task := end.recv()) is not None:
-        job, arguments = task
-        try:
-            end.send(job(rank, *arguments))
-        except Exception as error:
-            end.send(error)
-    dist.destroy_process_group()
-
-
-def planned_gradients(rank, folder, config, samples):
+def planned_gradients(rank, folder, config, samples, options=()):
     """Gradients of one step that the planner splits over these ranks."""
     plan = next(
         planner.plan_steps(
@@ -123,9 +83,9 @@ def planned_gradients(rank, folder, config, samples):
             gradient_accumulation_steps=config.gradient_accumulation_steps,
         )
     )
-    share = shares(plan, config, dist.get_world_size())[rank]
+    share = shares(plan, config, dist.get_world_size(), epoch=0.0)[rank]
     assert sum(len(row.samples) for row in plan.rows) == len(samples), "all in one step"
-    return gradients(folder, config, share.rows, share.denominators)
+    return gradients(folder, config, share, **dict(options))
 
 
 def assert_close(found, expected, tolerance):
@@ -154,6 +114,16 @@ def test_normalize_step_makes_any_split_the_same(tiny_folder, one_rank, two_rank
     assert_close(two, one, 1e-6)
 
 
+def test_replicas_and_late_reduction_leave_the_gradient_as_it_is(tiny_folder, two_ranks):
+    # Two copies of the model instead of one in shards; a reduction a step or one a micro-batch.
+    samples = make_samples(n_groups=6)
+    config = dataclasses.replace(CONFIG, gradient_accumulation_steps=2)
+    expected = two_ranks(planned_gradients, tiny_folder, config, samples)
+    for options in ({"replicas": 2}, {"reduce_each": True}):
+        found = two_ranks(planned_gradients, tiny_folder, config, samples, options)
+        assert_close(found, expected, 1e-6)
+
+
 def test_a_rank_without_samples_keeps_step_and_adds_nothing(tiny_folder, one_rank, two_ranks):
     samples = make_samples(n_groups=1, group_size=1)
     one = one_rank(planned_gradients, tiny_folder, CONFIG, samples)
@@ -165,12 +135,14 @@ def test_denominators_of_the_spec_and_of_the_step():
     # Two micro-batches on one rank: 3 + 5 trained tokens, then 2. The spec divides each by its own
     # count and averages over the 2: 16 and 4. `step` divides both by all 10.
     def row(*n_terms):
-        return [type("Row", (), {"n_terms": n, "samples": [None]})() for n in n_terms]
+        return [
+            type("Row", (), {"n_terms": n, "n_tokens": n, "samples": [None]})() for n in n_terms
+        ]
 
     plan = planner.Plan(step=1, micro_batches=[row(8), row(2)], dropped={})
 
     def denominators(**options):
-        (share,) = shares(plan, dataclasses.replace(CONFIG, **options), world_size=1)
+        (share,) = shares(plan, dataclasses.replace(CONFIG, **options), world_size=1, epoch=0.0)
         return share.denominators
 
     assert denominators() == [16, 4]
@@ -179,7 +151,8 @@ def test_denominators_of_the_spec_and_of_the_step():
 
 
 def test_gathered_metrics_are_those_of_all_rows(two_ranks):
-    records = two_ranks(_gathered)
+    records, norm, flops = two_ranks(_gathered)
+    assert norm == 3.0 and flops == pytest.approx(5e12 + 7e12)
     # Rank 0 has ratios 1 and 2 over 2 terms, rank 1 has 4 over 1 term: mean 7 / 3, max 4.
     found = {name: (value, weight) for name, value, weight in records}
     assert found["sampling/importance_sampling_ratio/mean"] == (pytest.approx(7 / 3), 3)
@@ -198,25 +171,58 @@ def _gathered(rank):
         term_samples=torch.zeros(n, dtype=torch.int64),
         n_samples=1,
     )
-    return grpo.gather_metrics([metrics | {"loss": torch.tensor([0.5, 0.25][rank])}])
+    metrics["loss"] = torch.tensor([0.5, 0.25][rank])
+    metrics["flops"] = torch.tensor([5e12, 7e12][rank])
+    return update.gather_metrics([metrics], torch.tensor(3.0))
 
 
 def test_an_infinite_gradient_stops_the_run():
-    parameter = torch.nn.Parameter(torch.ones(2))
-    parameter.grad = torch.tensor([1.0, float("inf")])
-    module = torch.nn.Module()
-    module.parameter = parameter
+    module = torch.nn.Linear(2, 1, bias=False)
+    module.weight.grad = torch.tensor([[1.0, float("inf")]])
     with pytest.raises(FloatingPointError, match="step 7.*learning_rate"):
-        grpo.clip_gradients(module, 1.0, 7)
+        update.check_norm(float(update.clip_gradients(module, 1.0)), 7)
+
+
+def test_float16_overflow_leaves_a_step_out_and_halves_the_scale(monkeypatch):
+    monkeypatch.setattr(update.LossScale, "GOOD_STEPS", 2)
+    scale, module = update.LossScale(torch.float16), torch.nn.Linear(2, 1, bias=False)
+    module.weight.grad = torch.tensor([[3.0, 4.0]]) * scale.value
+    assert float(update.clip_gradients(module, 0, scale.value)) == 5.0  # of the unscaled gradient
+    assert module.weight.grad.tolist() == [[3.0, 4.0]]
+    norms = [5.0, float("inf"), float("nan"), 5.0, 5.0, 5.0]
+    seen = [(scale.admits(torch.tensor(norm)), scale.value) for norm in norms]
+    assert seen == [
+        (True, 2.0**16),
+        (False, 2.0**15),
+        (False, 2.0**14),
+        (True, 2.0**14),
+        (True, 2.0**15),  # two good ones
+        (True, 2.0**15),
+    ]
+    again = update.LossScale(torch.float16, scale.state()["loss_scale"])
+    assert (again.value, again.good) == (2.0**15, 1)
+    with pytest.raises(FloatingPointError, match="--bf16"):
+        while True:
+            scale.admits(float("inf"))
+    plain = update.LossScale(torch.bfloat16)
+    assert plain.value == 1.0 and plain.admits(float("inf"))  # check_norm ends such a run
+
+
+def test_a_float16_gradient_is_the_float32_one_but_for_rounding(tiny_folder, one_rank):
+    samples = make_samples(n_groups=2)
+    exact = one_rank(planned_gradients, tiny_folder, CONFIG, samples)
+    options = {"compute_dtype": torch.float16, "loss_scale": 2.0**10}
+    scaled = one_rank(planned_gradients, tiny_folder, CONFIG, samples, options)
+    assert_close({n: g / 2.0**10 for n, g in scaled.items()}, exact, 1e-2)
 
 
 def test_clipping_scales_to_the_norm():
     module = torch.nn.Linear(2, 1, bias=False)
     module.weight.grad = torch.tensor([[3.0, 4.0]])
-    assert grpo.clip_gradients(module, 1.0, 1) == pytest.approx(5.0)
+    assert float(update.clip_gradients(module, 1.0)) == pytest.approx(5.0)
     assert module.weight.grad.tolist() == [[pytest.approx(0.6), pytest.approx(0.8)]]
     module.weight.grad = torch.tensor([[3.0, 4.0]])
-    grpo.clip_gradients(module, 0, 1)  # 0: never
+    update.clip_gradients(module, 0)  # 0: never
     assert module.weight.grad.tolist() == [[3.0, 4.0]]
 
 
@@ -282,7 +288,7 @@ def test_the_head_does_to_the_logits_what_the_model_does(model_type, options):
     ids = torch.randint(1, 64, (12,)).tolist()
     row = packing.pack_row([grpo.text_sample(ids)], len(ids)).to("cpu")
     tree = attention.TreeMask(row).prepare(config)
-    log_probs, entropy = model.Policy(causal_lm)(row, tree, temperature=0.7)
+    log_probs, entropy, _ = model.Policy(causal_lm)(row, tree, temperature=0.7)
 
     logits = causal_lm(torch.tensor([ids]), tree=tree).logits[0, :-1] / 0.7
     expected = logits.log_softmax(-1)
