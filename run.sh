@@ -83,7 +83,8 @@ case " ${options[*]} " in *" --help "* | *" -h "*) exec "$python" grpo.py --help
 plan=$(mktemp)
 trap 'rm -f "$plan"' EXIT
 "$python" grpo.py --prepare "$plan" ${options[@]+"${options[@]}"}
-# MODEL_PATH MODEL_NAME LOGPROBS SERVER_DTYPE TOP_K (empty: all tokens) TRAIN_PROCESSES (empty: all)
+# MODEL_PATH MODEL_NAME CPU_DTYPE SERVER_DTYPE LOGPROBS TOP_K (empty: all tokens)
+# TRAIN_PROCESSES (empty: all)
 # SERVER_URL (empty: ours to start)
 . "$plan"
 [ ! -d "$MODEL_PATH" ] || export HF_HUB_OFFLINE=1 # a folder needs no hub
@@ -138,7 +139,8 @@ print(s.getsockname()[1])')}
       "${flags[@]}" ${VLLM_ARGS:-} > "$log" 2>&1 &
   else
     # bf16 only where the CPU computes with it: elsewhere it is emulated, five times slower than float32.
-    dtype=float32
+    # A gated DeltaNet hybrid can be served in bf16 only (CPU_DTYPE).
+    dtype=${CPU_DTYPE:-float32}
     grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo 2>/dev/null && dtype=bfloat16
     flags+=(--max-model-len "${MAX_MODEL_LEN:-512}" --dtype "$dtype" --enforce-eager
       # the smallest there is (128 by default), so that short prompts reach the prefix cache
@@ -148,7 +150,7 @@ print(s.getsockname()[1])')}
     export OMP_WAIT_POLICY=PASSIVE # server and trainer share the cores: who waits must not spin
     export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
     export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-0-$(($(nproc) - 1))}
-    PYTHONPATH=$PWD:${PYTHONPATH:-} setsid "$python" -m vllm.entrypoints.openai.api_server \
+    PYTHONPATH=$PWD:$PWD/stubs:${PYTHONPATH:-} setsid "$python" -m vllm.entrypoints.openai.api_server \
       --model "$MODEL_PATH" "${flags[@]}" ${VLLM_ARGS:-} > "$log" 2>&1 &
   fi
   server=$!

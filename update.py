@@ -94,6 +94,7 @@ def forward_backward(policy, config, share, rows, trees, clock, loss_scale=1.0):
             aux_loss = aux_loss * share.token_shares[i]
             row_loss = row_loss + policy.router_aux_loss_coef * aux_loss
         (row_loss * loss_scale).backward()
+        share.log_probs.append(log_probs[:, 0].detach())
         seen.append(row_metrics(config, row, log_probs, entropy, row_loss, len(samples)))
         seen[-1]["flops"] = entropy.new_full((), model.row_flops(policy, row.host))
         if aux_loss is not None:

@@ -10,7 +10,7 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-from test_trainer import BUDGET, CONFIG, feed_of, make_samples
+from test_trainer import BUDGET, CONFIG, make_samples
 
 import attention
 import checkpoint
@@ -19,6 +19,7 @@ import model
 import packing
 import planner
 import update
+from feed import Feed, shares
 
 CPU = torch.device("cpu")
 STEPS = dataclasses.replace(
@@ -59,7 +60,7 @@ def curve(rank, folder, config, run, *, resume=None, stop=50, device=CPU):
             gradient_accumulation_steps=config.gradient_accumulation_steps,
         )
         plan = next(planner.plan_steps(make_samples(n_groups=2, seed=step), **options))
-        share = feed_of(config, plan)._share(rank)
+        share = shares(plan, config, dist.get_world_size())[rank]
         rows = [packing.pack_row(samples, BUDGET).to(device) for samples in share.rows]
         trees = [attention.TreeMask(row).prepare(policy.model.config) for row in rows]
         seen = update.forward_backward(policy, config, share, rows, trees, grpo.Clock(device))
@@ -298,10 +299,11 @@ def test_when_a_checkpoint_is_due(options, steps):
 def test_a_prompt_is_used_once_its_first_sample_trains_or_its_group_is_dropped():
     def plan(trained, dropped=()):
         samples = [type("Sample", (), {"group_id": group})() for group in trained]
-        row = type("Row", (), {"samples": samples, "n_terms": 1})()
+        row = type("Row", (), {"samples": samples, "groups": set(trained), "n_terms": 1})()
         return planner.Plan(1, [[row]], {}, frozenset(dropped))
 
-    feed = feed_of(CONFIG, None)
+    feed = Feed.__new__(Feed)  # without worker and planner
+    feed.next_prompt, feed.used, feed.n_prompts = 0, set(), 100
     feed.worker = type("Worker", (), {"drain_dropped": lambda self: gone.pop()})()
     gone = [[], [], [5], [1]]  # the last comes first: group 1 had equal rewards
     seen = []

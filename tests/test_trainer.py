@@ -17,7 +17,7 @@ import packing
 import planner
 import update
 from config import Config
-from feed import Feed
+from feed import shares
 
 BUDGET = 64
 CONFIG = Config(gradient_checkpointing=False, num_sampler_logprobs=3, max_completion_length=8)
@@ -83,17 +83,9 @@ def planned_gradients(rank, folder, config, samples, options=()):
             gradient_accumulation_steps=config.gradient_accumulation_steps,
         )
     )
-    share = feed_of(config, plan)._share(rank)
+    share = shares(plan, config, dist.get_world_size())[rank]
     assert sum(len(row.samples) for row in plan.rows) == len(samples), "all in one step"
     return gradients(folder, config, share, **dict(options))
-
-
-def feed_of(config, plan):
-    """The division of labour alone, without worker and planner."""
-    feed = Feed.__new__(Feed)
-    feed.config, feed.plan = config, plan
-    feed.next_prompt, feed.used, feed.n_prompts = 0, set(), 100
-    return feed
 
 
 def assert_close(found, expected, tolerance):
@@ -148,12 +140,14 @@ def test_denominators_of_the_spec_and_of_the_step():
         ]
 
     plan = planner.Plan(step=1, micro_batches=[row(8), row(2)], dropped={})
-    feed = feed_of(CONFIG, plan)
-    assert feed._share(0).denominators == [16, 4]
-    feed.config = dataclasses.replace(CONFIG, normalize="step")
-    assert feed._share(0).denominators == [10, 10]
-    feed.config = dataclasses.replace(CONFIG, loss="gspo")  # one sample a micro-batch, mean of 2
-    assert feed._share(0).denominators == [2, 2]
+
+    def denominators(**options):
+        (share,) = shares(plan, dataclasses.replace(CONFIG, **options), world_size=1)
+        return share.denominators
+
+    assert denominators() == [16, 4]
+    assert denominators(normalize="step") == [10, 10]
+    assert denominators(loss="gspo") == [2, 2]  # one sample a micro-batch, mean of 2
 
 
 def test_gathered_metrics_are_those_of_all_rows(two_ranks):
