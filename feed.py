@@ -33,12 +33,12 @@ class Share:
 
     rows: list  # samples of this rank, one list a micro-batch
     denominators: list  # what each micro-batch's summed loss is divided by
-    token_shares: list  # of this rank's row among the tokens of all rows; the aux loss's weight
-    epoch: float  # passes over the prompts once this step is done; NaN for a stream
+    token_shares: list  # of each row among the tokens of all rows: the aux loss's weight
+    epoch: float = math.nan  # passes over the prompts once this step is done; NaN for a stream
     log_probs: list = field(default_factory=list)  # the policy's of each row's terms, once seen
 
 
-def shares(plan, config, world_size, epoch):
+def shares(plan, config, world_size, epoch=math.nan):
     """The Share of every rank. A plan for more processes than there are takes several rounds a
     micro-batch, which changes no gradient; who has no row in the last forwards without a loss."""
     counts = plan.n_trained
@@ -50,28 +50,27 @@ def shares(plan, config, world_size, epoch):
         denominators = [sum(counts)] * len(counts)
     else:
         denominators = [count * len(counts) for count in counts]
-    # a row without loss terms only keeps step: its tokens count for nothing
-    tokens = [[row.n_tokens if row.n_terms else 0 for row in rows] for rows in plan.micro_batches]
-    if config.normalize == "step":
-        wholes = [sum(map(sum, tokens))] * len(tokens)
-    else:
-        wholes = [sum(batch) * len(tokens) for batch in tokens]
     found = [Share([], [], [], epoch) for _ in range(world_size)]
-    for i, rows in enumerate(plan.micro_batches):
+    for rows, denominator in zip(plan.micro_batches, denominators):
+        # tokens weigh rows as the loss is normalised; a row without loss terms weighs nothing
+        tokens = [row.n_tokens if row.n_terms else 0 for row in rows]
+        whole = sum(tokens) * len(denominators)
+        if config.normalize == "step":
+            whole = plan.n_tokens
         for start in range(0, len(rows), world_size):
             batch = [row.samples for row in rows[start : start + world_size]]
-            n_tokens = tokens[i][start : start + world_size]
+            weights = [n / whole for n in tokens[start : start + world_size]]
             while len(batch) < world_size:
                 batch.append([planner.lossless_copy(batch[0][0])])
-                n_tokens.append(0)
-            for share, samples, n in zip(found, batch, n_tokens):
+                weights.append(0.0)
+            for share, samples, weight in zip(found, batch, weights):
                 share.rows.append(samples)
-                share.denominators.append(denominators[i])
-                share.token_shares.append(n / wholes[i])
+                share.denominators.append(denominator)
+                share.token_shares.append(weight)
     return found
 
 
-def scatter(plan, config, epoch):
+def scatter(plan, config, epoch=math.nan):
     """Rank 0's plan as this rank's Share, None at the end. Collective."""
     all_shares, mine = [None] * dist.get_world_size(), [None]
     if plan is not None:
@@ -114,7 +113,7 @@ class Feed:
         self.plan, self.step, self.n_tokens = None, resumed["step"], resumed["num_tokens"]
         self.version = self.step // config.weight_sync_steps
         self.pulled_tokens = self.released_tokens = 0
-        # Prompts that were trained or dropped: all before next_prompt, and those in used.
+        # groups that were trained or dropped, which an epoch counts: all below, and these above
         self.next_prompt, self.used = resumed["next_prompt"], set(resumed["used"])
         self.n_prompts = len(task.rows) if hasattr(task.rows, "__len__") else math.nan
         self.told = []  # dump.stories of the rollouts that were scored during the last step
@@ -134,8 +133,9 @@ class Feed:
         if config.eval_env:
             self.evaluation = Evaluation(config, tasks.load_eval_task(config, task), run, **names)
         options = asdict(config) | {"dump_rollouts": wants_told}
-        done = {"start_index": self.next_prompt, "used": frozenset(self.used)}
-        self.worker = RolloutWorker(options, task, **names, **done)
+        self.worker = RolloutWorker(
+            options, task, **names, start_index=self.next_prompt, used=frozenset(self.used)
+        )
         self.worker.set_allowance(max(config.max_staleness, 1) * rows * budget)
         self.worker.start()
         self.planner = planner.Planner(
@@ -143,7 +143,7 @@ class Feed:
             token_budget=budget,
             world_size=dist.get_world_size(),
             gradient_accumulation_steps=config.gradient_accumulation_steps,
-            first_step=self.step + 1,
+            first_step=resumed["step"] + 1,
             is_stale=self._is_stale,
             vocab_size=policy.model.get_output_embeddings().weight.shape[0],
         )
@@ -191,7 +191,8 @@ class Feed:
         """Count the prompts of this step as used up, and those that will never train."""
         groups = set(self.worker.drain_dropped())
         if self.plan is not None:
-            groups.update(self.plan.dropped_groups, *(row.groups for row in self.plan.rows))
+            groups |= self.plan.dropped_groups
+            groups = groups.union(*(row.groups for row in self.plan.rows))
         # the rest of a group may come in a later step, when all up to it is used
         self.used |= {group for group in groups if group >= self.next_prompt}
         while self.next_prompt in self.used:
@@ -285,22 +286,19 @@ class Replay:
     and rows, so the losses and gradients too, if the model and the options are the same. It may
     have another number of processes. There is no server to sync, and rewards are not logged."""
 
-    def __init__(self, config, pad):
+    def __init__(self, config, pad, resumed=None):
         self.config, self.pad = config, pad
-        self.plan, self.n_tokens, self.told = None, 0, []
+        resumed = resumed or {"step": 0, "num_tokens": 0}
+        self.plan, self.n_tokens, self.told = None, resumed["num_tokens"], []
         files = dump.step_files(config.replay)
         self.budget = together(lambda: dump.read_step(files[0]).token_budget)
-        self.files = iter(files)
+        self.files = iter(files[resumed["step"] :])
 
     def next(self):
         if dist.get_rank() == 0:
             file = next(self.files, None)
             self.plan = file and self._plan(dump.read_step(file))
-        return scatter(self.plan, self.config, epoch=math.nan)
-
-    def state(self):
-        """For a checkpoint: a replay uses up no prompts."""
-        return {"num_tokens": self.n_tokens, "next_prompt": 0, "used": []}
+        return scatter(self.plan, self.config)
 
     def _plan(self, recorded):
         batches = []
@@ -313,6 +311,9 @@ class Replay:
             stale for s, stale in zip(recorded.samples, recorded.staleness) if s.trained.any()
         ]
         return planner.Plan(recorded.step, batches, dropped=Counter())
+
+    def state(self):
+        return {"num_tokens": self.n_tokens, "next_prompt": 0, "used": []}
 
     def sync_due(self, step):
         return False

@@ -71,11 +71,11 @@ def prepare(argv, plan_path):
     theirs = "vllm_server_base_url" in parse_command_line(argv)
     check(config, task)
     model_path = model.resolve_model(config.model)
-    checkpoint = model.checkpoint_config(config, model_path)
+    model_config = model.checkpoint_config(config, model_path)
     facts = {
         "MODEL_PATH": model_path,
         "MODEL_NAME": config.model,
-        "CPU_DTYPE": "bfloat16" if model.is_hybrid(checkpoint) else "",
+        "CPU_DTYPE": "bfloat16" if model.is_hybrid(model_config) else "",
         "LOGPROBS": config.num_sampler_logprobs + 1,  # the token endpoint counts the sampled one
         "TOP_K": config.top_k or "",
         "SERVER_DTYPE": "float16" if config.fp16 else "bfloat16",
@@ -87,8 +87,8 @@ def prepare(argv, plan_path):
 
 
 def check(config, task):
-    """What is wrong with the task, with that of --eval_env, or with either beside these options is
-    said before anything starts."""
+    """What is wrong with the task to learn, with that of --eval_env, or with a checkpoint to resume
+    from, is said before anything starts."""
     tasks.check_task(task)
     if config.eval_env:
         tasks.check_task(tasks.load_eval_task(config, task))
@@ -102,7 +102,7 @@ def check(config, task):
 
 def open_run(config, task, server, resumed_from):
     """Make the run folder (config, command, stack, git state, task file) and point runs/latest at
-    it. A resumed run goes on in the folder of its checkpoint unless it is given another."""
+    it. -> its path. A resumed run goes on in its checkpoint's folder unless it is given another."""
     new = f"runs/{Path(config.env).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(config.run_folder or (resumed_from.parent if resumed_from else new))
     folder.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,6 @@ def open_run(config, task, server, resumed_from):
     (folder / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
     facts = {
         "command": shlex.join([sys.executable, *sys.argv]),
-        "resumed_from": resumed_from and str(resumed_from),
         "git_sha": git("rev-parse", "HEAD"),
         "git_untracked": git("ls-files", "--others", "--exclude-standard").splitlines(),
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -119,6 +118,7 @@ def open_run(config, task, server, resumed_from):
         "python": platform.python_version(),
         "vllm": None if config.replay else server.call("GET", "/version")["version"],
         "cuda": torch.version.cuda,
+        "resumed_from": resumed_from and str(resumed_from),
         **{name: installed(name) for name in ("torch", "transformers", "numpy")},
     }
     (folder / "run.json").write_text(json.dumps(facts, indent=2) + "\n")
@@ -166,9 +166,9 @@ def train(config, task):
     pad = packing.bucket if device.type == "cuda" else None  # compiled layers want few shapes
     compiled = config.torch_compile if config.torch_compile is not None else device.type == "cuda"
     tied = model_config.get_text_config().tie_word_embeddings
-    replay = Replay(config, pad) if config.replay else None
-    budget = replay.budget if replay else config.token_budget or info.max_model_len
     with one_line_errors():
+        replay = Replay(config, pad, resumed) if config.replay else None
+        budget = replay.budget if replay else config.token_budget or info.max_model_len
         longest = pad(budget) if pad else budget
         mode, policy.reduce_each, why = memory.choose(policy, config, longest, device, compiled)
         memory.apply(policy, mode)

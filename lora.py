@@ -63,9 +63,12 @@ def wrap(model, text_model, adapter):
     if adapter.target_modules == "all-linear":
         # peft's own idea of it takes in vision towers and fused experts
         path = next(n for n, module in model.named_modules() if module is text_model)
-        linear = (n for n, m in text_model.named_modules() if isinstance(m, nn.Linear))
-        names = "|".join(sorted({name.rpartition(".")[2] for name in linear}))
-        adapter.target_modules = rf"(.*\.)?{re.escape(path)}\..*\.({names})"
+        linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+        names = {n.rpartition(".")[2] for n in linear if n.startswith(path + ".")}
+        elsewhere = {n.rpartition(".")[2] for n in linear if not n.startswith(path + ".")}
+        if names & elsewhere:
+            names = rf"(.*\.)?{re.escape(path)}\..*\.({'|'.join(sorted(names))})"
+        adapter.target_modules = names
     wrapped = get_peft_model(model, adapter)
     for what, module in (
         ("output head", wrapped.get_output_embeddings()),

@@ -10,7 +10,7 @@
 The estimate counts, for one process: masters, gradients and AdamW's moments by shard; the root
 (embedding, head) and two layers gathered in the compute dtype, with the gradients of one; what a
 layer keeps of a token; the head's tile. It is meant to be high, never low: on an H200, 1.7B
-parameters and 27,648 tokens, by 9% without recomputation and by half with all of it.
+parameters and 27,648 tokens, by 12% without recomputation and by up to half with all of it.
 Left out: offloading activations, recomputing parts of a layer.
 Test: pytest tests/test_memory.py.  Measured against: python bench/step.py (peak memory)
 """

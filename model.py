@@ -56,9 +56,9 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.head_options = head_options(model.config.get_text_config())
-        self.is_hybrid = deltanet.install(model) > 0
         self.router_aux_loss_coef = router_aux_loss_coef
         self.reduce_each = False  # reduce gradients after every micro-batch, not once a step
+        self.is_hybrid = deltanet.install(model) > 0
 
     def forward(self, row, tree, temperature):
         """Log-probs of every loss term's target and of the sampler's top candidates.
@@ -68,10 +68,10 @@ class Policy(nn.Module):
         Returns log_probs [M, 1 + K] (column 0 is the target) and entropy [M], both float32, and the
         experts' load-balancing loss [], float32, or None; the entropy carries no gradient.
         """
-        options = {"trie": self.trie(row)} if self.is_hybrid else {}
         balanced = self.router_aux_loss_coef != 0
-        if balanced:
-            options["output_router_logits"] = True
+        options = {"output_router_logits": True} if balanced else {}
+        if self.is_hybrid:
+            options["trie"] = self.trie(row)
         out = self.decoder()(
             input_ids=row.input_ids[None],
             position_ids=row.position_ids[None],
@@ -343,8 +343,8 @@ def row_flops(policy, row):
     2 FLOPs a weight and token forward, as many for the gradient of its input, and as many for its
     own if it trains. A fused stack of experts [E, ...] counts top_k of its E. Attention: QK^T and
     PV are 2 * 2 * head_dim FLOPs a head and visible pair, times 3; a sliding window is counted by
-    its own pairs. A gated DeltaNet layer has no pairs; its recurrence counts by token. The head is
-    counted by loss terms. 0 for a row without any: it only keeps step.
+    its own pairs. The head is counted by loss terms. 0 for a row without any: it only keeps step. A
+    gated DeltaNet layer has no pairs; its recurrence counts by token.
     """
     n_terms, config = len(row.term_targets), policy.model.config.get_text_config()
     if not n_terms:
@@ -353,15 +353,15 @@ def row_flops(policy, row):
     flops = 0.0
     for name, p in layers(policy).named_parameters():
         if p.ndim > 1 and not name.endswith("bias"):
-            used = config.num_experts_per_tok / experts if experts and p.ndim == 3 else 1
+            used = config.num_experts_per_tok / experts if ".experts." in name else 1
             flops += (6 if p.requires_grad else 4) * used * p.numel() * row.n_tokens
     head = policy.model.get_output_embeddings().weight
     flops += (6 if head.requires_grad else 4) * head.numel() * n_terms
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if policy.is_hybrid:
-        n_recurrent = config.layer_types.count("linear_attention")
-        flops += 3 * n_recurrent * deltanet.recurrence_flops(config) * row.n_tokens
     windows = attention.windows_by_layer(config)
+    n_recurrent = config.num_hidden_layers - len(windows)
+    if n_recurrent:
+        flops += 3 * n_recurrent * deltanet.recurrence_flops(config) * row.n_tokens
     pairs = {window: row.pairs(window) for window in set(windows)}
     heads = 12 * config.num_attention_heads * head_dim
     return flops + heads * sum(pairs[window] for window in windows)

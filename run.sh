@@ -83,8 +83,8 @@ case " ${options[*]} " in *" --help "* | *" -h "*) exec "$python" grpo.py --help
 plan=$(mktemp)
 trap 'rm -f "$plan"' EXIT
 "$python" grpo.py --prepare "$plan" ${options[@]+"${options[@]}"}
-# MODEL_PATH MODEL_NAME CPU_DTYPE SERVER_DTYPE LOGPROBS TOP_K (empty: all tokens) TRAIN_PROCESSES (empty: all)
-# SERVER_URL (empty: ours to start)
+# MODEL_PATH MODEL_NAME CPU_DTYPE SERVER_DTYPE LOGPROBS TOP_K (empty: all tokens)
+# TRAIN_PROCESSES (empty: all) SERVER_URL (empty: ours to start)
 . "$plan"
 [ ! -d "$MODEL_PATH" ] || export HF_HUB_OFFLINE=1 # a folder needs no hub
 

@@ -10,6 +10,7 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+from test_dump import record
 from test_trainer import BUDGET, CONFIG, make_samples
 
 import attention
@@ -19,7 +20,7 @@ import model
 import packing
 import planner
 import update
-from feed import Feed, shares
+from feed import Feed, Replay
 
 CPU = torch.device("cpu")
 STEPS = dataclasses.replace(
@@ -29,7 +30,6 @@ STEPS = dataclasses.replace(
     lr_scheduler_type="cosine",
     warmup_steps=5,
     weight_decay=0.1,
-    gradient_accumulation_steps=2,
 )
 WHERE = {"num_tokens": 0, "next_prompt": 0, "used": []}
 
@@ -43,24 +43,18 @@ def make_training(folder, config, device=CPU):
 
 
 def curve(rank, folder, config, run, *, resume=None, stop=50, device=CPU):
-    """Losses from `resume` (a checkpoint) to step `stop`, and what the run then holds. The samples
-    of a step follow from its number, like a replayed dump; a draw a step stands for randomness."""
+    """Losses of config.replay's steps from `resume` (a checkpoint) to `stop`, and what the run then
+    holds. A draw a step stands for everything random."""
     torch.manual_seed(0)
     policy, optimizer, scheduler = make_training(folder, config, device)
-    saves, done, losses = checkpoint.Checkpoints(run, policy, optimizer, config), 0, []
+    saves, state, losses = checkpoint.Checkpoints(run, policy, optimizer, config), None, []
     if resume:
         state = checkpoint.load_state(resume)
-        done = state["step"]
-        checkpoint.restore(resume, policy, optimizer, scheduler, done)
+        checkpoint.restore(resume, policy, optimizer, scheduler, state["step"])
         saves.resume(state)
-    for step in range(done + 1, stop + 1):
-        options = dict(
-            token_budget=BUDGET,
-            world_size=dist.get_world_size(),
-            gradient_accumulation_steps=config.gradient_accumulation_steps,
-        )
-        plan = next(planner.plan_steps(make_samples(n_groups=2, seed=step), **options))
-        share = shares(plan, config, dist.get_world_size(), epoch=step / 10)[rank]
+    replay = Replay(config, None, state)
+    for step in range(state["step"] + 1 if state else 1, stop + 1):
+        share = replay.next()
         rows = [packing.pack_row(samples, BUDGET).to(device) for samples in share.rows]
         trees = [attention.TreeMask(row).prepare(policy.model.config) for row in rows]
         seen = update.forward_backward(policy, config, share, rows, trees, grpo.Clock(device))
@@ -72,7 +66,7 @@ def curve(rank, folder, config, run, *, resume=None, stop=50, device=CPU):
         draw = float(torch.rand(()))
         losses.append((dict((n, v) for n, v, _ in found)["loss"], norm, draw))
         if saves.is_due(step, share.epoch):
-            saves.save(step, WHERE)
+            saves.save(step, replay.state())
     saves.finish()
     saves.close()
     return losses, held(policy, optimizer), scheduler.get_last_lr()
@@ -90,26 +84,18 @@ def held(policy, optimizer):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tiny_folder, one_rank, tmp_path_factory):
+def replaying(tmp_path_factory):
+    """Options that replay 50 steps which two processes dumped."""
+    folder = tmp_path_factory.mktemp("dumped")
+    plans = record(folder, make_samples(n_groups=320), 2, gradient_accumulation_steps=1)
+    assert len(plans) >= 50
+    return dataclasses.replace(STEPS, replay=str(folder), save_steps=25)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_folder, one_rank, replaying, tmp_path_factory):
     run = tmp_path_factory.mktemp("uninterrupted")
-    config = dataclasses.replace(STEPS, save_steps=25)
-    return run, one_rank(curve, tiny_folder, config, run)
-
-
-def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(
-    tiny_folder,
-    one_rank,
-    uninterrupted,
-    tmp_path,
-):
-    # The first run went on training while its state was being written.
-    run, (losses, tensors, rate) = uninterrupted
-    saved = run / "checkpoint-25"
-    again = one_rank(curve_from(saved), tiny_folder, STEPS, tmp_path)
-    assert again[0] == losses[25:] and again[2] == rate
-    assert again[1].keys() == tensors.keys() and len(tensors) > 60
-    for name, tensor in tensors.items():
-        assert torch.equal(again[1][name], tensor), name
+    return run, one_rank(curve, tiny_folder, replaying, run)
 
 
 class curve_from:  # a job that two_ranks can pickle
@@ -120,39 +106,43 @@ class curve_from:  # a job that two_ranks can pickle
         return curve(*arguments, resume=self.resume, stop=self.stop)
 
 
-def test_the_loss_curve_is_that_of_one_rank_and_two_resume_as_one(
-    tiny_folder,
-    one_rank,
-    two_ranks,
-    uninterrupted,
-    tmp_path,
+def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(
+    tiny_folder, one_rank, replaying, uninterrupted, tmp_path
 ):
-    config = dataclasses.replace(
-        STEPS, normalize="step", gradient_accumulation_steps=4, save_steps=25
-    )
-    half = dataclasses.replace(config, gradient_accumulation_steps=2)
-    one, *_ = one_rank(curve, tiny_folder, config, tmp_path / "one")
-    two, *_ = two_ranks(curve, tiny_folder, half, tmp_path / "two")
+    # The first run went on training while its state was being written.
+    run, (losses, tensors, rate) = uninterrupted
+    again = one_rank(curve_from(run / "checkpoint-25"), tiny_folder, replaying, tmp_path)
+    assert again[0] == losses[25:] and again[2] == rate
+    assert again[1].keys() == tensors.keys() and len(tensors) > 60
+    for name, tensor in tensors.items():
+        assert torch.equal(again[1][name], tensor), name
+
+
+def test_the_loss_curve_is_that_of_one_rank_and_two_resume_as_one(
+    tiny_folder, one_rank, two_ranks, replaying, uninterrupted, tmp_path
+):
+    run, (one, *_) = uninterrupted
+    two, *_ = two_ranks(curve, tiny_folder, replaying, tmp_path)
     for (loss, norm, _), (loss_2, norm_2, _) in zip(one, two, strict=True):
         assert loss_2 == pytest.approx(loss, abs=1e-5) and norm_2 == pytest.approx(norm, rel=1e-3)
     # What two ranks saved at step 25 goes on as one.
-    saved = tmp_path / "two" / "checkpoint-25"
+    saved = tmp_path / "checkpoint-25"
     assert len(list(saved.glob("*.distcp"))) == 2
-    rest, *_ = one_rank(curve_from(saved), tiny_folder, config, tmp_path / "rest")
+    rest, *_ = one_rank(curve_from(saved), tiny_folder, replaying, tmp_path / "rest")
     for (loss, *_), (loss_2, *_) in zip(one[25:], rest, strict=True):
         assert loss_2 == pytest.approx(loss, abs=1e-5)
     # ... and one rank's as two: the states right after loading are the same to the bit.
-    saved = tmp_path / "one" / "checkpoint-50"
-    as_one = one_rank(curve_from(saved), tiny_folder, config, tmp_path / "a")[1]
-    as_two = two_ranks(curve_from(saved), tiny_folder, config, tmp_path / "b")[1]
+    end = curve_from(run / "checkpoint-50")
+    as_one = one_rank(end, tiny_folder, replaying, tmp_path / "a")[1]
+    as_two = two_ranks(end, tiny_folder, replaying, tmp_path / "b")[1]
     assert all(torch.equal(as_two[name], tensor) for name, tensor in as_one.items())
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("cpu_offload", [False, True])
-def test_on_a_gpu_a_resumed_run_goes_on(tiny_folder, one_rank, tmp_path, cpu_offload):
-    config = dataclasses.replace(STEPS, save_steps=5, cpu_offload=cpu_offload)
+def test_on_a_gpu_a_resumed_run_goes_on(tiny_folder, one_rank, replaying, tmp_path, cpu_offload):
+    config = dataclasses.replace(replaying, save_steps=5, cpu_offload=cpu_offload)
     options = {"stop": 10, "device": torch.device("cuda", 0)}
     losses, tensors, _ = curve(0, tiny_folder, config, tmp_path, **options)
     saved = tmp_path / "checkpoint-5"
@@ -161,10 +151,8 @@ def test_on_a_gpu_a_resumed_run_goes_on(tiny_folder, one_rank, tmp_path, cpu_off
         # to the kernels' own noise; atomics add in any order
         assert loss_2 == pytest.approx(loss, abs=1e-4) and draw_2 == draw
         assert norm_2 == pytest.approx(norm, rel=1e-2)
-    cpu, *_ = curve(
-        0, tiny_folder, dataclasses.replace(STEPS, save_strategy="no"), tmp_path, stop=5
-    )
-    for (loss, *_), (loss_2, *_) in zip(cpu, losses[:5], strict=True):
+    on_cpu, *_ = curve(0, tiny_folder, replaying, tmp_path / "cpu", stop=5)
+    for (loss, *_), (loss_2, *_) in zip(on_cpu, losses[:5], strict=True):
         assert loss_2 == pytest.approx(loss, abs=1e-3)
     assert tensors.keys() == tensors_again.keys()
 
@@ -182,9 +170,7 @@ def save_twice_and_be_killed(folder, run, store):
 
 
 def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(
-    tiny_folder,
-    one_rank,
-    tmp_path,
+    tiny_folder, one_rank, replaying, tmp_path
 ):
     run = tmp_path / "run"
     process = multiprocessing.get_context("spawn").Process(
@@ -196,7 +182,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(
     assert sorted(path.name for path in run.iterdir()) == ["checkpoint-1", "checkpoint-2.part"]
     config = dataclasses.replace(STEPS, output_dir=str(run), resume_from_checkpoint="True")
     assert checkpoint.find(config) == run / "checkpoint-1"
-    losses, *_ = one_rank(curve_from(run / "checkpoint-1", stop=2), tiny_folder, STEPS, run)
+    losses, *_ = one_rank(curve_from(run / "checkpoint-1", stop=2), tiny_folder, replaying, run)
     assert len(losses) == 1
     assert [path.name for path in run.iterdir()] == ["checkpoint-1"]  # the rest was cleared away
 
@@ -298,10 +284,11 @@ def test_when_a_checkpoint_is_due(options, steps):
 
 def test_a_prompt_is_used_once_its_first_sample_trains_or_its_group_is_dropped():
     def plan(trained, dropped=()):
-        row = type("Row", (), {"groups": set(trained), "n_terms": 1})()
+        samples = [type("Sample", (), {"group_id": group})() for group in trained]
+        row = type("Row", (), {"samples": samples, "groups": set(trained), "n_terms": 1})()
         return planner.Plan(1, [[row]], {}, frozenset(dropped))
 
-    feed = Feed.__new__(Feed)
+    feed = Feed.__new__(Feed)  # without worker and planner
     feed.next_prompt, feed.used, feed.n_prompts = 0, set(), 100
     feed.worker = type("Worker", (), {"drain_dropped": lambda self: gone.pop()})()
     gone = [[], [], [5], [1]]  # the last comes first: group 1 had equal rewards

@@ -300,7 +300,7 @@ def test_flops_of_a_hybrid_by_hand():
     # four MLPs (3 x 32 x 48): 3 * 4608 + 4096 + 4 * 4608 = 36352 weights, 6 FLOPs each. Recurrence:
     # 4 heads of 8 x 8, 6 FLOPs, 3 layers, 3 passes: 13824. A pair: 12 * 2 heads * 16 = 384, in one
     # layer. A loss term: 6 * 64 * 32 = 12288.
-    row = SimpleNamespace(n_tokens=10, term_targets=range(5), pairs={None: 100}.get)
+    row = SimpleNamespace(pairs=lambda window: 100, n_tokens=10, term_targets=[0] * 5)
     by_hand = 10 * (6 * 36352 + 13824) + 100 * 384 + 5 * 12288
     assert model.row_flops(policy, row) == by_hand
 

@@ -157,7 +157,7 @@ def record(folder, samples, world_size, **options):
     )
     writer = dump.Dump(folder, BUDGET)
     for plan in plans:
-        shares = feed.shares(plan, CONFIG, world_size, epoch=0.0)
+        shares = feed.shares(plan, CONFIG, world_size)
         log_probs = [
             [np.zeros(sum(int(s.trained.sum()) for s in row), np.float32) for row in share.rows]
             for share in shares
@@ -175,7 +175,7 @@ def test_replay_hands_out_the_same_rows_with_the_same_denominators(tmp_path, one
     replay = feed.Replay(options, pad=None)
     assert replay.budget == BUDGET
     for plan in plans:
-        share, expected = replay.next(), feed.shares(plan, options, 1, epoch=0.0)[0]
+        share, expected = replay.next(), feed.shares(plan, options, 1)[0]
         assert share.denominators == expected.denominators
         for ours, theirs in zip(share.rows, expected.rows, strict=True):
             assert [s.input_ids.tolist() for s in ours] == [s.input_ids.tolist() for s in theirs]
@@ -189,16 +189,19 @@ def test_replay_hands_out_the_same_rows_with_the_same_denominators(tmp_path, one
 
 def test_a_replay_with_fewer_processes_has_the_same_gradient(tiny_folder, tmp_path, one_rank):
     (plan,) = record(tmp_path, make_samples(n_groups=3), 3, gradient_accumulation_steps=1)
-    live = feed.Share([], [], [], 0.0)  # of three processes, in one
-    for share in feed.shares(plan, CONFIG, 3, epoch=0.0):
-        live.rows += share.rows
-        live.denominators += share.denominators
-    expected = gradients(tiny_folder, CONFIG, live)
+    live = feed.shares(plan, CONFIG, 3)
+    whole = feed.Share(
+        [rows for share in live for rows in share.rows],
+        [d for share in live for d in share.denominators],
+        [n for share in live for n in share.token_shares],
+    )
+    assert sum(whole.token_shares) == pytest.approx(1)
+    expected = gradients(tiny_folder, CONFIG, whole)
     share = feed.Replay(dataclasses.replace(CONFIG, replay=str(tmp_path)), None).next()
     assert len(share.rows) == 3
     assert_close(gradients(tiny_folder, CONFIG, share), expected, 1e-6)
     # Two processes take two rounds; who has no row in the second forwards without a loss.
-    one, two = feed.shares(plan, CONFIG, 2, epoch=0.0)
+    one, two = feed.shares(plan, CONFIG, 2)
     assert [len(one.rows), len(two.rows)] == [2, 2]
     assert not any(sample.trained.any() for sample in two.rows[1])
 

@@ -83,7 +83,7 @@ def planned_gradients(rank, folder, config, samples, options=()):
             gradient_accumulation_steps=config.gradient_accumulation_steps,
         )
     )
-    share = shares(plan, config, dist.get_world_size(), epoch=0.0)[rank]
+    share = shares(plan, config, dist.get_world_size())[rank]
     assert sum(len(row.samples) for row in plan.rows) == len(samples), "all in one step"
     return gradients(folder, config, share, **dict(options))
 
@@ -142,7 +142,7 @@ def test_denominators_of_the_spec_and_of_the_step():
     plan = planner.Plan(step=1, micro_batches=[row(8), row(2)], dropped={})
 
     def denominators(**options):
-        (share,) = shares(plan, dataclasses.replace(CONFIG, **options), world_size=1, epoch=0.0)
+        (share,) = shares(plan, dataclasses.replace(CONFIG, **options), world_size=1)
         return share.denominators
 
     assert denominators() == [16, 4]
