@@ -132,7 +132,9 @@ def distance(found, expected):
 @pytest.mark.parametrize("seed", range(3))
 def test_packed_equals_separate_in_log_probs_and_all_gradients(family, seed, monkeypatch):
     """Segments of 1 token up, shorter than the convolution (4) and than a chunk (64). The bound is
-    1e-5, or what the torch form differs from itself when its chunks are 16 tokens instead of 64."""
+    1e-5 beyond the noise of the torch form, which is taken from itself with chunks of 16 tokens
+    instead of 64: relative 2e-7 in log-probs, 5e-6 to 3e-5 in the noisiest gradient. Ours differs
+    by 2e-7, and 4e-6 to 2e-5."""
     samples = random_tree(np.random.default_rng(seed), 8, (1, 2, 3, 5, 40, 70, 130))
     policy = model.Policy(make_model(family, seed=seed))
     log_probs = packed(policy, samples)
@@ -148,11 +150,11 @@ def test_packed_equals_separate_in_log_probs_and_all_gradients(family, seed, mon
         references.append((expected, gradients(reference, expected)))
     (expected, expected_gradients), (noisy, noisy_gradients) = references
     noise = distance(noisy, expected)
-    assert distance(log_probs, expected) < max(1e-5, 2 * noise)
+    assert distance(log_probs, expected) < 1e-5 + noise
     assert found.keys() == expected_gradients.keys()
     for name, gradient in expected_gradients.items():
         noise = distance(noisy_gradients[name], gradient)
-        assert distance(found[name], gradient) < max(1e-5, 2 * noise), name
+        assert distance(found[name], gradient) < 1e-5 + 2 * noise, name
 
 
 def test_checkpointing_a_layer_changes_no_gradient():
