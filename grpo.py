@@ -75,7 +75,7 @@ def prepare(argv, plan_path):
     facts = {
         "MODEL_PATH": model_path,
         "MODEL_NAME": config.model,
-        "CPU_DTYPE": "bfloat16" if model.is_hybrid(checkpoint) else "",
+        "HYBRID": "yes" if model.is_hybrid(checkpoint) else "",
         "LOGPROBS": config.num_sampler_logprobs + 1,  # the token endpoint counts the sampled one
         "TOP_K": config.top_k or "",
         "TRAIN_PROCESSES": config.num_train_processes or "",

@@ -7,6 +7,7 @@ import sys
 from unittest.mock import MagicMock
 
 __path__ = []  # makes it a package
+__version__ = "0.0"
 for name in (
     "io",
     "transforms",
