@@ -1,7 +1,6 @@
 """Gated DeltaNet over trees: packed log-probs and gradients are those of separate forwards."""
 
 import functools
-import re
 import sys
 from types import SimpleNamespace
 
@@ -328,12 +327,13 @@ def test_other_recurrent_layers_are_refused_by_name(tmp_path, name, kinds):
 
 @pytest.mark.server
 def test_run_sh_trains_a_hybrid_whose_weights_arrive(tmp_path):
-    """In bf16, which run.sh chooses: the CPU server can compute these layers in nothing else."""
+    """In bf16, which run.sh chooses. Adam moves each weight by up to 0.02 a step, a fifth of their
+    deviation: log-probs move by more than 1, where bf16 differs from float32 by 0.2."""
     folder = tmp_path / "tiny-hybrid"
     model.make_tiny_hybrid(folder, tokenizer=make_tokenizer())
-    process = start_run_sh(folder, tmp_path, "--max_steps", "3")
+    process = start_run_sh(folder, tmp_path, "--max_steps", "3", "--learning_rate", "0.02")
     code, output = finish(process, tmp_path, timeout=300)
     assert code == 0, output[-3000:]
-    assert re.search(r"in the first 3 steps", output)
+    assert "in the first 3 steps" in output
     checks = [window["sampling/sync_check_max"] for window in windows(tmp_path)]
-    assert len(checks) == 3 and max(checks) < 0.25, "bf16 noise, before and after three updates"
+    assert len(checks) == 3 and max(checks) < 0.6
