@@ -75,7 +75,7 @@ def prepare(argv, plan_path):
     facts = {
         "MODEL_PATH": model_path,
         "MODEL_NAME": config.model,
-        "CPU_DTYPE": "bfloat16" if model.is_hybrid(model_config) else "",
+        "HYBRID": "yes" if model.is_hybrid(model_config) else "",
         "LOGPROBS": config.num_sampler_logprobs + 1,  # the token endpoint counts the sampled one
         "TOP_K": config.top_k or "",
         "SERVER_DTYPE": "float16" if config.fp16 else "bfloat16",

@@ -83,7 +83,7 @@ case " ${options[*]} " in *" --help "* | *" -h "*) exec "$python" grpo.py --help
 plan=$(mktemp)
 trap 'rm -f "$plan"' EXIT
 "$python" grpo.py --prepare "$plan" ${options[@]+"${options[@]}"}
-# MODEL_PATH MODEL_NAME CPU_DTYPE SERVER_DTYPE LOGPROBS TOP_K (empty: all tokens)
+# MODEL_PATH MODEL_NAME HYBRID (or empty) SERVER_DTYPE LOGPROBS TOP_K (empty: all tokens)
 # TRAIN_PROCESSES (empty: all) SERVER_URL (empty: ours to start)
 . "$plan"
 [ ! -d "$MODEL_PATH" ] || export HF_HUB_OFFLINE=1 # a folder needs no hub
@@ -138,9 +138,12 @@ print(s.getsockname()[1])')}
       "${flags[@]}" ${VLLM_ARGS:-} > "$log" 2>&1 &
   else
     # bf16 only where the CPU computes with it: elsewhere it is emulated, five times slower than float32.
-    # A gated DeltaNet hybrid can be served in bf16 only (CPU_DTYPE).
-    dtype=${CPU_DTYPE:-float32}
+    dtype=float32
     grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo 2>/dev/null && dtype=bfloat16
+    if [ -n "$HYBRID" ]; then # in float32 the engine dies; a prefix cache would need chunked prefill
+      dtype=bfloat16
+      flags+=(--no-enable-prefix-caching)
+    fi
     flags+=(--max-model-len "${MAX_MODEL_LEN:-512}" --dtype "$dtype" --enforce-eager
       # the smallest there is (128 by default), so that short prompts reach the prefix cache
       --block-size 32

@@ -7,5 +7,12 @@ import sys
 from unittest.mock import MagicMock
 
 __path__ = []  # makes it a package
-for name in ("io", "transforms", "transforms.v2", "transforms.v2.functional"):
+__version__ = "0.0"
+for name in (
+    "io",
+    "transforms",
+    "transforms.functional",
+    "transforms.v2",
+    "transforms.v2.functional",
+):
     sys.modules[f"torchvision.{name}"] = MagicMock()

@@ -1,7 +1,6 @@
 """Gated DeltaNet over trees: packed log-probs and gradients are those of separate forwards."""
 
 import functools
-import re
 import sys
 from types import SimpleNamespace
 
@@ -132,7 +131,9 @@ def distance(found, expected):
 @pytest.mark.parametrize("seed", range(3))
 def test_packed_equals_separate_in_log_probs_and_all_gradients(family, seed, monkeypatch):
     """Segments of 1 token up, shorter than the convolution (4) and than a chunk (64). The bound is
-    1e-5, or what the torch form differs from itself when its chunks are 16 tokens instead of 64."""
+    1e-5 beyond the noise of the torch form, which is taken from itself with chunks of 16 tokens
+    instead of 64: relative 2e-7 in log-probs, 5e-6 to 3e-5 in the noisiest gradient. Ours differs
+    by 2e-7, and 4e-6 to 2e-5."""
     samples = random_tree(np.random.default_rng(seed), 8, (1, 2, 3, 5, 40, 70, 130))
     policy = model.Policy(make_model(family, seed=seed))
     log_probs = packed(policy, samples)
@@ -148,11 +149,11 @@ def test_packed_equals_separate_in_log_probs_and_all_gradients(family, seed, mon
         references.append((expected, gradients(reference, expected)))
     (expected, expected_gradients), (noisy, noisy_gradients) = references
     noise = distance(noisy, expected)
-    assert distance(log_probs, expected) < max(1e-5, 2 * noise)
+    assert distance(log_probs, expected) < 1e-5 + noise
     assert found.keys() == expected_gradients.keys()
     for name, gradient in expected_gradients.items():
         noise = distance(noisy_gradients[name], gradient)
-        assert distance(found[name], gradient) < max(1e-5, 2 * noise), name
+        assert distance(found[name], gradient) < 1e-5 + 2 * noise, name
 
 
 def test_checkpointing_a_layer_changes_no_gradient():
@@ -326,12 +327,13 @@ def test_other_recurrent_layers_are_refused_by_name(tmp_path, name, kinds):
 
 @pytest.mark.server
 def test_run_sh_trains_a_hybrid_whose_weights_arrive(tmp_path):
-    """In bf16, which run.sh chooses: the CPU server can compute these layers in nothing else."""
+    """In bf16, which run.sh chooses. Adam moves each weight by up to 0.02 a step, a fifth of their
+    deviation: log-probs move by more than 1, where bf16 differs from float32 by 0.2."""
     folder = tmp_path / "tiny-hybrid"
     model.make_tiny_hybrid(folder, tokenizer=make_tokenizer())
-    process = start_run_sh(folder, tmp_path, "--max_steps", "3")
+    process = start_run_sh(folder, tmp_path, "--max_steps", "3", "--learning_rate", "0.02")
     code, output = finish(process, tmp_path, timeout=300)
     assert code == 0, output[-3000:]
-    assert re.search(r"in the first 3 steps", output)
+    assert "in the first 3 steps" in output
     checks = [window["sampling/sync_check_max"] for window in windows(tmp_path)]
-    assert len(checks) == 3 and max(checks) < 0.25, "bf16 noise, before and after three updates"
+    assert len(checks) == 3 and max(checks) < 0.6
