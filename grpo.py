@@ -57,6 +57,8 @@ from config import Config, configure, parse_command_line, print_help
 from feed import Feed
 from metrics import Metrics, applicable
 from rollout import reward_name
+from server import Fleet, ServerError
+from weights import Weights
 
 # -------------------------------------------------------------------------------------- preparation
 
@@ -120,8 +122,8 @@ def train(config, task):
     first = dist.get_rank() == 0
     torch.manual_seed(config.seed)
     with one_line_errors():
-        server = sync.VllmServer(config.vllm_server_base_url, config.vllm_server_timeout)
-        info = sync.together(lambda: connect(server, config) if first else None)
+        fleet = Fleet(config.vllm_server_base_url.split(","), config.vllm_server_timeout)
+        info = sync.together(lambda: connect(fleet, config) if first else None)
         model_path = model.resolve_model(config.model)
         tokenizer = model.load_tokenizer(config, model_path)
         policy = model.load_policy(config, model_path, device)
@@ -136,10 +138,10 @@ def train(config, task):
     # The first thing done is a sync: a server that cannot take weights, or whose log-probs differ,
     # is found before anything is generated; and a server that has seen another run starts anew.
     version = 0
-    sender = sync.make_sender(server, info, sync.Weights(policy.model, info.dtype, tied=tied))
+    sender = sync.make_sender(fleet, Weights(policy.model, info.dtype, tied=tied))
     with one_line_errors():
-        sync.sync_weights(server, sender, version)
-        difference = check_sync(policy, tokenizer, server, info, config, device)
+        sync.sync_weights(fleet, sender, version)
+        difference = check_sync(policy, tokenizer, fleet, info, config, device)
 
     run = open_run(config, task) if first else None
     metrics = Metrics(run, report_to=config.report_to, total_steps=max(config.max_steps, 0) or None)
@@ -188,10 +190,10 @@ def train(config, task):
 
             # ---- 4 sync --------------------------------------------------------------------------
             if step % config.weight_sync_steps == 0:
-                metrics.extend(records(sync.sync_weights(server, sender, version + 1)))
+                metrics.extend(records(sync.sync_weights(fleet, sender, version + 1)))
                 version += 1  # only now: the server has acknowledged it
                 if config.check_sync_every and version % config.check_sync_every == 0:
-                    difference = check_sync(policy, tokenizer, server, info, config, device)
+                    difference = check_sync(policy, tokenizer, fleet, info, config, device)
                     metrics.record("sampling/sync_check_max", difference)
             feed.trained(version)
 
@@ -246,18 +248,18 @@ def start_distributed(config):
     return device
 
 
-def connect(server, config):
-    """Wait for the server and refuse one that cannot serve this run."""
+def connect(fleet, config):
+    """Wait for the servers and refuse one that cannot serve this run."""
     told = 0
 
-    def progress(waited_s):
+    def progress(server, waited_s):
         nonlocal told
         if waited_s - told >= 10:
             told = waited_s
             say(f"waiting for the vLLM server at {server.url} ({waited_s:.0f} s)")
 
-    server.wait_until_ready(progress)
-    return server.check(
+    fleet.wait_until_ready(progress)
+    return fleet.check(
         config.model,
         num_sampler_logprobs=config.num_sampler_logprobs,
         min_model_len=config.max_completion_length + 1,
@@ -265,8 +267,8 @@ def connect(server, config):
     )
 
 
-def check_sync(policy, tokenizer, server, info, config, device):
-    """Do server and trainer agree on a fixed text? Collective; -> largest log-prob difference.
+def check_sync(policy, tokenizer, fleet, info, config, device):
+    """Do servers and trainer agree on a fixed text? Collective; -> largest log-prob difference.
 
     The text is longer than one block of the server's prefix cache, so that a cache of older weights
     would show.
@@ -281,7 +283,7 @@ def check_sync(policy, tokenizer, server, info, config, device):
             return policy(row, tree, temperature=1.0)[0][:, 0]
 
     dtypes = (info.dtype, config.compute_dtype)
-    return sync.check_sync(server, config.model, prompt, trainer_log_probs, dtypes=dtypes)
+    return sync.check_sync(fleet, config.model, prompt, trainer_log_probs, dtypes=dtypes)
 
 
 def text_sample(ids):
@@ -481,7 +483,7 @@ def one_line_errors():
     """Set-up mistakes end the process with their message: a traceback would bury the remedy."""
     try:
         yield
-    except (ValueError, TypeError, TimeoutError, sync.ServerError, sync.WeightSyncError) as error:
+    except (ValueError, TypeError, TimeoutError, ServerError, sync.WeightSyncError) as error:
         sys.exit(f"error: {error}")
 
 
