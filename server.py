@@ -49,6 +49,9 @@ class ServerInfo:
     worker_extension: str  # "" without
     nccl: bool  # started to receive weights that way
     chunked_prefill: bool
+    max_loras: int = 0  # adapters that it holds at once; 0: started without --enable-lora
+    max_lora_rank: int = 0
+    loads_adapters: bool = False  # while it runs
 
 
 class VllmServer:
@@ -135,9 +138,9 @@ class VllmServer:
             raise
         config = told["vllm_config"]
         model, parallel = config["model_config"], config["parallel_config"]
-        models = self.call("GET", "/v1/models")["data"]
+        lora = config.get("lora_config") or {}
         return ServerInfo(
-            model_names=tuple(entry["id"] for entry in models),
+            model_names=self.model_names(),
             max_model_len=model["max_model_len"],
             max_logprobs=model["max_logprobs"],
             logprobs_mode=model["logprobs_mode"],
@@ -147,7 +150,21 @@ class VllmServer:
             worker_extension=parallel["worker_extension_cls"] or "",
             chunked_prefill=config["scheduler_config"]["enable_chunked_prefill"],
             nccl=(config["weight_transfer_config"] or {}).get("backend") == "nccl",
+            max_loras=lora.get("max_loras", 0),
+            max_lora_rank=lora.get("max_lora_rank", 0),
+            loads_adapters=bool(lora) and self._loads_adapters(),
         )
+
+    def model_names(self) -> tuple[str, ...]:
+        """What requests may ask for: the model, and adapters by their names."""
+        return tuple(entry["id"] for entry in self.call("GET", "/v1/models")["data"])
+
+    def _loads_adapters(self) -> bool:
+        try:
+            self.call("POST", "/v1/unload_lora_adapter", json={"lora_name": ""})
+        except ServerError as error:
+            return error.status == 400  # the path is there, and refuses this
+        return True
 
     def check(
         self,

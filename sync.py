@@ -59,11 +59,13 @@ def sync_weights(
     if first:
         fleet.readmit()
     try:
-        together(sender.stage, group, seconds, "transfer")
-        together(lambda: everywhere(VllmServer.pause), group, seconds, "pause")
+        together(lambda: sender.stage(version), group, seconds, "transfer")
+        if sender.pauses:
+            together(lambda: everywhere(VllmServer.pause), group, seconds, "pause")
         together(sender.load, group, seconds, "transfer")
-        together(lambda: everywhere(commit), group)
-        together(lambda: everywhere(VllmServer.resume), group)
+        if sender.pauses:
+            together(lambda: everywhere(commit), group)
+            together(lambda: everywhere(VllmServer.resume), group)
     except BaseException as error:
         # No collective here: ranks may have come from different places. A pause that was not
         # acknowledged may yet have paused the server, so resume in any case.
@@ -71,7 +73,7 @@ def sync_weights(
         raise
     finally:
         sender.release(failed=list(fleet.failures))
-        for server, error in fleet.failures.items() if first else ():
+        for server, error in fleet.failures.items() if first and sender.pauses else ():
             try:
                 server.resume(timeout_s=LAST_CALL_S)
             except ServerError as again:

@@ -59,11 +59,13 @@ class FileSender:
     It is the only copy: tensors are gathered one by one and written in place.
     """
 
+    pauses = True  # the servers must not generate while they load
+
     def __init__(self, fleet: Fleet, weights: Weights, *, first: bool = True):
         self.fleet, self.weights, self.first = fleet, weights, first
         self.path = ""
 
-    def stage(self) -> None:
+    def stage(self, version: int) -> None:
         """Every rank gathers, rank 0 writes."""
         stream = iter(self.weights)
         n_threads = torch.get_num_threads()
@@ -125,7 +127,7 @@ def reserve_file(n_bytes: int) -> str:
     for folder in ("/dev/shm", tempfile.gettempdir()):
         path = ""
         try:
-            handle, path = tempfile.mkstemp(prefix="espalier-weights-", dir=folder)
+            handle, path = tempfile.mkstemp(prefix=f"espalier-weights-{os.getpid()}-", dir=folder)
             with os.fdopen(handle, "wb"):
                 os.posix_fallocate(handle, 0, n_bytes)
             return path
@@ -151,6 +153,8 @@ class NcclSender:
     next sync. Trainer memory beyond the weights: two buckets.
     """
 
+    pauses = True
+
     def __init__(
         self,
         fleet: Fleet,
@@ -166,7 +170,7 @@ class NcclSender:
         self.device = torch.device("cuda")
         self.links: dict[VllmServer, Link] = {}
 
-    def stage(self) -> None:
+    def stage(self, version: int) -> None:
         """Rank 0 only: open the groups with the workers, the first time and after failures."""
 
         def connect(server):

@@ -20,7 +20,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 ALIGNMENT = 64  # bytes; a cache line, and a multiple of every dtype's size
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # activation checkpointing, torch.compile
+# What activation checkpointing, torch.compile and peft put into a parameter's name.
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_model.model.", "base_layer.")
 
 
 class Entry(NamedTuple):
@@ -61,13 +62,26 @@ def view_tensor(buffer: torch.Tensor, entry: Entry, offset: int) -> torch.Tensor
     return buffer[offset : offset + n_bytes].view(entry.dtype).view(entry.shape)
 
 
+class Part(NamedTuple):
+    """A parameter and what of it is in the checkpoint."""
+
+    parameter: torch.nn.Parameter
+    entries: list[Entry]
+    name: str = ""  # in the model, if the checkpoint has it in several pieces or another layout
+    low_rank: tuple | None = None  # (A, B, scaling) of a LoRA adapter, merged as it is sent
+
+
 @dataclass(frozen=True)
 class Weights:
     """The parameters that go to the server, with the names of the Hugging Face checkpoint.
 
-    `prefix` is what the trainer's module tree puts before those names. With `tied`, the head is
-    the embedding and is not sent. Make it before the first forward: FSDP leaves gathered copies in
-    the place of the root's parameters, and those are the parameters that the optimizer steps.
+    `prefix` is what the trainer's module tree puts before transformers' names. With `tied`, the
+    head is the embedding and is not sent. What transformers stacks and a checkpoint does not (a
+    layer's experts) goes by the checkpoint's names, which the server expects. A LoRA adapter is
+    added to its base weights on their way, so the model itself is never changed.
+
+    Make it before the first forward: FSDP leaves gathered copies in the place of the root's
+    parameters, and those here are the parameters that the optimizer steps.
     """
 
     model: torch.nn.Module
@@ -76,61 +90,107 @@ class Weights:
     tied: bool = False
 
     def __post_init__(self):
-        self.parameters  # noqa: B018 - looks at the model now
+        self.parts  # noqa: B018 - looks at the model now
 
     @cached_property
-    def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+    def parts(self) -> list[Part]:
         """A layer without a single trained parameter (a frozen tower's) is left out; of a layer
         that has one everything goes, since the server fuses q, k, v and cannot load a part."""
+        adapters = low_rank_parts(self.model)
         named = [
-            (checkpoint_name(name, self.prefix), parameter)
+            (checkpoint_name(name, self.prefix), parameter, adapters.get(name))
             for name, parameter in self.model.named_parameters()
         ]
-        trained = {layer_of(name) for name, parameter in named if parameter.requires_grad}
+        trained = {layer_of(name) for name, parameter, _ in named if parameter.requires_grad}
         return [
-            (name, parameter)
-            for name, parameter in named
-            if layer_of(name) in trained and not (self.tied and name.endswith("lm_head.weight"))
+            self._part(name, parameter, low_rank)
+            for name, parameter, low_rank in named
+            if layer_of(name) in trained
+            and not (self.tied and name.endswith("lm_head.weight"))
+            and ".lora_" not in name
         ]
+
+    def _part(self, name, parameter, low_rank) -> Part:
+        # Matrices are cast here, which halves the bytes of fp32 masters. Vectors weigh nothing and
+        # the server keeps some of them in fp32 (A_log of a gated DeltaNet): it does the rounding.
+        dtype = self.dtype if parameter.ndim > 1 else parameter.dtype
+        blank = torch.empty(parameter.shape, dtype=dtype, device="meta")
+        pieces = self._pieces(name, blank)
+        entries = [Entry(n, dtype, tuple(piece.shape)) for n, piece in pieces.items()]
+        same = len(entries) == 1 and entries[0].shape == blank.shape
+        return Part(parameter, entries, "" if same else name, low_rank)
+
+    def _pieces(self, name, tensor) -> dict[str, torch.Tensor]:
+        """A tensor of the model as the checkpoint has it."""
+        base = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+        if not hasattr(base, "config"):  # not transformers'
+            return {name: tensor}
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(base, {name: tensor})
 
     def complete(self) -> bool:
         """Whether everything goes, so that the server can insist on it."""
         return all(parameter.requires_grad for parameter in self.model.parameters())
 
-    def _wire_dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        # Matrices are cast here, which halves the bytes of fp32 masters. Vectors weigh nothing and
-        # the server keeps some of them in fp32 (A_log of a gated DeltaNet): it does the rounding.
-        return self.dtype if parameter.ndim > 1 else parameter.dtype
-
     def metadata(self) -> list[Entry]:
         """What iteration will yield. Gathers nothing: a DTensor's shape is the whole's."""
-        return [
-            Entry(name, self._wire_dtype(parameter), tuple(parameter.shape))
-            for name, parameter in self.parameters
-        ]
+        return [entry for part in self.parts for entry in part.entries]
 
     def n_bytes(self) -> int:
         return sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in self.metadata())
 
+    def _tensors(self) -> Iterator[tuple[Entry, torch.Tensor]]:
+        """Whole tensors, in their wire dtype if they were sharded, else in the parameter's."""
+        for part in self.parts:
+            dtype = part.entries[0].dtype
+            if part.low_rank is None:
+                tensor = whole(part.parameter, dtype)
+            else:
+                down, up, scaling = part.low_rank
+                tensor = whole(part.parameter, part.parameter.dtype)
+                tensor = tensor + scaling * (whole(up, up.dtype) @ whole(down, down.dtype))
+            if not part.name:
+                yield part.entries[0], tensor
+            else:
+                pieces = self._pieces(part.name, tensor)
+                yield from ((entry, pieces[entry.name]) for entry in part.entries)
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor), one at a time; no more than one is held."""
-        for name, parameter in self.parameters:
-            dtype = self._wire_dtype(parameter)
-            yield name, whole(parameter, dtype).to(dtype)
+        """(name, whole tensor), one at a time; no more than one parameter is held."""
+        for entry, tensor in self._tensors():
+            yield entry.name, tensor.to(entry.dtype)
 
     def buckets(self, limit: int, alignment: int, device) -> Iterator[torch.Tensor]:
         """uint8 buffers on `device`, as cut() lays them out. A new buffer each: the caller decides
         how many live at a time."""
-        parameters = iter(self.parameters)
+        tensors = self._tensors()
         for bucket in cut(self.metadata(), limit, alignment):
             buffer = torch.empty(bucket.n_bytes, dtype=torch.uint8, device=device)
             targets = [
                 view_tensor(buffer, entry, offset)
                 for entry, offset in zip(bucket.entries, bucket.offsets, strict=True)
             ]
-            sources = [whole(next(parameters)[1], entry.dtype) for entry in bucket.entries]
-            torch._foreach_copy_(targets, sources)
+            torch._foreach_copy_(targets, [next(tensors)[1] for _ in targets])
             yield buffer
+
+
+def low_rank_parts(model) -> dict[str, tuple]:
+    """peft's adapters: name of the base weight in the model -> (A, B, scaling); W + scaling B A."""
+    found = {}
+    for name, module in model.named_modules():
+        if not (hasattr(module, "base_layer") and hasattr(module, "lora_A")):
+            continue
+        (adapter,) = module.scaling
+        is_plain = adapter in module.lora_A and not module.lora_variant.get(adapter)
+        if not is_plain or module.fan_in_fan_out or module.lora_B[adapter].bias is not None:
+            raise ValueError(
+                f"the adapter at {name} ({type(module).__name__}) is no plain LoRA of a linear "
+                "layer: weight sync supports LoRA without DoRA, embeddings and bias"
+            )
+        pair = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+        found[f"{name}.base_layer.weight"] = (*pair, module.scaling[adapter])
+    return found
 
 
 def whole(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

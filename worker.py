@@ -125,6 +125,7 @@ class RolloutWorker:
         model_name: str,  # as the server serves it
         eos_token_ids,  # all that end a turn
         start_index: int = 0,  # first prompt in the run's order
+        adapter_name: str | None = None,  # what is sampled, with {version} in it, if not the model
     ):
         check_task(task)
         twice = sorted(config.keys() & (vars(task.options).keys() if task.options else ()))
@@ -139,6 +140,7 @@ class RolloutWorker:
             "model_name": model_name,
             "eos_token_ids": [int(i) for i in eos_token_ids],
             "start_index": start_index,
+            "adapter_name": adapter_name,
         }
         self._context = multiprocessing.get_context("spawn")
         self._shared = self._context.RawArray(ctypes.c_int64, len(Slot))
@@ -188,6 +190,10 @@ class RolloutWorker:
         """There are no more prompts and every sample has been taken."""
         with self._ready:
             return self._done and not self._samples
+
+    def oldest_version(self) -> int:
+        """The oldest version that a request samples from; the newest if none is in flight."""
+        return self._shared[Slot.OLDEST]
 
     def set_version(self, version: int) -> None:
         """The server has acknowledged these weights."""

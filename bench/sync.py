@@ -246,6 +246,8 @@ class Clock:
 class Peer:
     """vLLM's engine as a sender of ours: stage() opens the group, load() sends."""
 
+    pauses = True
+
     def __init__(self, fleet, weights, clock, bucket_bytes):
         from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
@@ -278,7 +280,7 @@ class Peer:
     def __iter__(self):
         return iter(self.plain.items())
 
-    def stage(self):
+    def stage(self, version):
         from vllm.distributed.weight_transfer.nccl_engine import (
             NCCLTrainerInitInfo,
             NCCLTrainerWeightTransferEngine,
@@ -382,7 +384,7 @@ def traffic(url, n_requests):
 def raw_rate(fleet, sender, n_bytes, times=10):
     """GB/s of nothing but NCCL broadcasts of one buffer."""
     (server,) = fleet.servers
-    sender.stage()
+    sender.stage(0)
     link = sender.links[server]
     buffer = torch.ones(n_bytes, dtype=torch.uint8, device="cuda")
     request = {"n_bytes": n_bytes, "times": times + 1}
