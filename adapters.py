@@ -38,8 +38,11 @@ MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes
 IN_USE_S = 30.0  # for the worker to stop rollouts that are too old; it looks 10 times a second
 
 
-def adapter_problem(model) -> str:
-    """Why vLLM could not serve the model's adapter by itself, "" if it can."""
+def adapter_problem(model, fleet: Fleet) -> str:
+    """Why servers that take adapters cannot serve this one by itself, "" if they can."""
+    for server, info in fleet.infos.items():
+        if not info.loads_adapters:
+            return f"{server.url} was started without VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
     config = model.peft_config[model.active_adapter]
     if config.use_dora:
         return "use_dora is set"
@@ -74,6 +77,7 @@ class AdapterSender:
     """Every rank gathers the adapter, rank 0 writes it and tells the servers to load it."""
 
     pauses = False  # sync_weights(): the servers go on generating
+    adapter_name = MODEL_NAME  # what requests ask for
 
     def __init__(
         self,
@@ -89,7 +93,7 @@ class AdapterSender:
         self.fleet, self.model, self.dtype, self.first = fleet, model, dtype, first
         self.folder = Path(output_dir).resolve() / FOLDER
         self.max_staleness, self.oldest_in_use = max_staleness, oldest_in_use
-        self.version: int | None = None  # the newest that was written
+        self.loaded: int | None = None  # the newest that servers have; never written again
         self.parameters = [  # before the first forward, as in weights.Weights
             (name, parameter) for name, parameter in model.named_parameters() if ".lora_" in name
         ]
@@ -111,7 +115,7 @@ class AdapterSender:
             peft_name(name): whole(parameter, self.dtype).to(self.dtype)
             for name, parameter in self.parameters
         }
-        if not self.first:
+        if not self.first or version == self.loaded:  # a server came back and needs the same
             return
         for old in self._registered():
             if old >= version:  # of a sync that failed: nobody was told of it
@@ -127,7 +131,6 @@ class AdapterSender:
         save_file(tensors, aside / "adapter_model.safetensors")
         self.model.peft_config[self.model.active_adapter].save_pretrained(str(aside))
         os.rename(aside, path)
-        self.version = version
 
     def _registered(self):
         prefix = MODEL_NAME.format(version="")
@@ -171,6 +174,10 @@ class AdapterSender:
 
         if self.first:
             self.fleet.each(load)
+            self.loaded = self._registered()[-1]
+
+    def is_current(self, server, version: int) -> bool:
+        return MODEL_NAME.format(version=version) in server.model_names()
 
     def release(self, failed=()) -> None:
         """What was written stays: the next sync of the same version writes it anew."""

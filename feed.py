@@ -16,6 +16,8 @@ import model
 import planner
 from worker import RolloutWorker
 
+SYNC_AGAIN = "sync again"  # from next(): a server lacks the weights, so no samples come from it
+
 
 @dataclass
 class Share:
@@ -33,7 +35,7 @@ class Feed:
     beyond that only while the planner waits for samples to fill a step.
     """
 
-    def __init__(self, config, task, policy, tokenizer, model_path, budget, pad):
+    def __init__(self, config, task, policy, tokenizer, model_path, budget, pad, adapter_name):
         self.config, self.budget, self.pad = config, budget, pad
         self.plan, self.n_tokens = None, 0
         self.pulled_tokens = self.released_tokens = 0
@@ -47,6 +49,7 @@ class Feed:
             model_path=model_path,
             model_name=config.model,
             eos_token_ids=model.end_token_ids(policy.model, tokenizer),
+            adapter_name=adapter_name,
         )
         self.worker.set_allowance(max(config.max_staleness, 1) * rows * budget)
         self.worker.start()
@@ -75,22 +78,25 @@ class Feed:
         version = (step - 1) // self.config.weight_sync_steps
         return version - int(sample.versions[sample.trained].min())
 
-    def next(self):
-        """The next step's samples of this rank, or None at the end. Every rank calls it."""
+    def next(self, must_sync=lambda: False):
+        """The next step's samples of this rank, None at the end, or SYNC_AGAIN if rank 0's
+        must_sync(), asked once a second of waiting, says so. Every rank calls it."""
         shares = None
         if self.planner:
-            self.plan = self._wait()
+            self.plan = self._wait(must_sync)
             shares = [self._share(rank) for rank in range(dist.get_world_size())]
         mine = [None]
         dist.scatter_object_list(mine, shares, src=0)
         return mine[0]
 
-    def _wait(self):
+    def _wait(self, must_sync):
         while True:
             self.worker.check()
             try:
                 plan = self.planner.next(timeout=1.0)
             except TimeoutError:
+                if must_sync():
+                    return SYNC_AGAIN
                 continue
             # Whatever was pulled for this step is trained or dropped now: no longer ahead of us.
             pulled = self.pulled_tokens
@@ -100,8 +106,8 @@ class Feed:
             return plan
 
     def _share(self, rank):
-        if self.plan is None:
-            return None
+        if self.plan is None or self.plan is SYNC_AGAIN:
+            return self.plan
         counts = self.plan.n_trained
         if self.config.loss in ("gspo", "dr_grpo"):  # means over samples, not over tokens
             batches = self.plan.micro_batches

@@ -54,7 +54,7 @@ import packing
 import sync
 import tasks
 from config import Config, configure, parse_command_line, print_help
-from feed import Feed
+from feed import SYNC_AGAIN, Feed
 from metrics import Metrics, applicable
 from rollout import reward_name
 from server import Fleet, ServerError
@@ -138,25 +138,31 @@ def train(config, task):
     # The first thing done is a sync: a server that cannot take weights, or whose log-probs differ,
     # is found before anything is generated; and a server that has seen another run starts anew.
     version = 0
-    sender = sync.make_sender(fleet, Weights(policy.model, info.dtype, tied=tied))
-    with one_line_errors():
-        sync.sync_weights(fleet, sender, version)
-        difference = check_sync(policy, tokenizer, fleet, info, config, device)
-
     run = open_run(config, task) if first else None
+    with one_line_errors():
+        weights = Weights(policy.model, info.dtype, tied=tied)
+        staleness = config.max_staleness
+        sender = sync.make_sender(fleet, weights, output_dir=run, max_staleness=staleness)
+        sync.sync_weights(fleet, sender, version)
+        difference = check_sync(policy, tokenizer, fleet, sender, version, info, config, device)
+
     metrics = Metrics(run, report_to=config.report_to, total_steps=max(config.max_steps, 0) or None)
     metrics.declare(metric_names(config, task, policy, device))
     metrics.record("sampling/sync_check_max", difference)
-    feed = Feed(config, task, policy, tokenizer, model_path, budget, pad)
+    feed = Feed(config, task, policy, tokenizer, model_path, budget, pad, sender.adapter_name)
+    if feed.worker:
+        sender.oldest_in_use = feed.worker.oldest_version
     try:
         for step in itertools.count(1):
             if config.max_steps > 0 and step > config.max_steps:
                 break
             clock = Clock(device)
+            behind = functools.partial(sync.behind, fleet, sender, version)
 
             # ---- 1 wait --------------------------------------------------------------------------
             with clock("perf/rollout_wait_s"):
-                share = feed.next()
+                while (share := feed.next(behind)) == SYNC_AGAIN:
+                    sync.sync_through_restart(fleet, sender, version)
             if share is None:  # the prompts have ended
                 if first and (step - 1) % config.logging_steps:
                     metrics.flush(step - 1)  # the last window is shorter
@@ -190,10 +196,13 @@ def train(config, task):
 
             # ---- 4 sync --------------------------------------------------------------------------
             if step % config.weight_sync_steps == 0:
-                metrics.extend(records(sync.sync_weights(fleet, sender, version + 1)))
+                sync_seconds = sync.sync_through_restart(fleet, sender, version + 1)
+                metrics.extend(records(sync_seconds))
                 version += 1  # only now: the server has acknowledged it
                 if config.check_sync_every and version % config.check_sync_every == 0:
-                    difference = check_sync(policy, tokenizer, fleet, info, config, device)
+                    difference = check_sync(
+                        policy, tokenizer, fleet, sender, version, info, config, device
+                    )
                     metrics.record("sampling/sync_check_max", difference)
             feed.trained(version)
 
@@ -267,7 +276,7 @@ def connect(fleet, config):
     )
 
 
-def check_sync(policy, tokenizer, fleet, info, config, device):
+def check_sync(policy, tokenizer, fleet, sender, version, info, config, device):
     """Do servers and trainer agree on a fixed text? Collective; -> largest log-prob difference.
 
     The text is longer than one block of the server's prefix cache, so that a cache of older weights
@@ -283,7 +292,8 @@ def check_sync(policy, tokenizer, fleet, info, config, device):
             return policy(row, tree, temperature=1.0)[0][:, 0]
 
     dtypes = (info.dtype, config.compute_dtype)
-    return sync.check_sync(fleet, config.model, prompt, trainer_log_probs, dtypes=dtypes)
+    name = sender.adapter_name.format(version=version) if sender.adapter_name else config.model
+    return sync.check_sync(fleet, name, prompt, trainer_log_probs, dtypes=dtypes)
 
 
 def text_sample(ids):

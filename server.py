@@ -350,6 +350,18 @@ class Fleet:
         if not self.serving:  # so that this sync says what is wrong
             self.failures = {}
 
+    def wait_for_one(self) -> None:
+        """Poll all of them until one answers."""
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            for server in self.servers:
+                with contextlib.suppress(ServerError):
+                    return server.call("GET", "/health", timeout_s=HEALTH_S)
+            if time.monotonic() > deadline:
+                urls = ", ".join(server.url for server in self.servers)
+                raise TimeoutError(f"no vLLM server answered within {self.timeout_s:g} s: {urls}")
+            time.sleep(0.5)
+
     def wait_until_ready(self, progress=lambda server, waited_s: None) -> None:
         for server in self.servers:
             server.wait_until_ready(functools.partial(progress, server))

@@ -22,22 +22,23 @@ Test: pytest tests/test_sync.py (fault injection, two gloo ranks, a real CPU ser
 """
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from adapters import AdapterSender, adapter_problem, check_slots, largest_rank
 from server import LAST_CALL_S, WORKER_EXTENSION, Fleet, ServerError, VllmServer
 from transfer import FileSender, NcclSender, WeightSyncError, WorkerExtension
 from weights import Weights
 
 __all__ = ["WorkerExtension"]  # the server imports it from here
+Sender = FileSender | NcclSender | AdapterSender
 
 
-def sync_weights(
-    fleet: Fleet, sender: FileSender | NcclSender, version: int, *, group=None
-) -> dict[str, float]:
+def sync_weights(fleet: Fleet, sender: Sender, version: int, *, group=None) -> dict[str, float]:
     """Make the servers sample from the trainer's weights, under `version`; -> seconds by metric.
 
     Collective over `group` (None: all ranks; without torch.distributed: this process). Rank 0's
@@ -82,6 +83,31 @@ def sync_weights(
     return total | {f"perf/weight_sync_{part}_s": value for part, value in seconds.items()}
 
 
+def sync_through_restart(
+    fleet: Fleet, sender: Sender, version: int, *, group=None
+) -> dict[str, float]:
+    """sync_weights(), and once more if it fails: a server that was restarted has lost its NCCL
+    group or its adapters. Waits until one server answers, as long as at the start of a run."""
+    try:
+        return sync_weights(fleet, sender, version, group=group)
+    except (ServerError, WeightSyncError) as error:
+        warnings.warn(f"weight sync {version} is tried again: {error}", stacklevel=2)
+    together(lambda: fleet.wait_for_one() if is_first(group) else None, group)
+    return sync_weights(fleet, sender, version, group=group)
+
+
+def behind(fleet: Fleet, sender: Sender, version: int) -> bool:
+    """Does a server that answers lack this version? It was restarted, or has come back. Rank 0."""
+
+    def lacks(server):
+        try:
+            return not sender.is_current(server, version)
+        except ServerError:
+            return False
+
+    return any(lacks(server) for server in fleet.servers)
+
+
 def is_first(group=None) -> bool:
     return not dist.is_initialized() or dist.get_rank(group) == 0
 
@@ -115,16 +141,36 @@ def together(step: Callable[[], Any], group=None, seconds=None, part: str = "") 
     return outcome[0]
 
 
-def make_sender(fleet: Fleet, weights: Weights, *, group=None) -> FileSender | NcclSender:
-    """The way that suits the servers; every rank makes one, of the same kind."""
-    infos = fleet.infos.values()  # known to rank 0
-    ways = {"file" if i.on_cpu else i.worker_extension or "vllm" for i in infos}
-    on_cpu, direct = together(
-        lambda: ("file" in ways, ways == {WORKER_EXTENSION}) if is_first(group) else None, group
-    )
-    if on_cpu:
-        return FileSender(fleet, weights, first=is_first(group))
-    return NcclSender(fleet, weights, first=is_first(group), direct=direct)
+def make_sender(
+    fleet: Fleet, weights: Weights, *, output_dir=None, max_staleness: int = 0, group=None
+) -> Sender:
+    """The way that suits the servers and the model; every rank makes one, of the same kind.
+
+    A LoRA adapter travels alone if all servers were started with --enable-lora, as files in
+    `output_dir`; merged into the weights otherwise, which a warning says where it is a fallback.
+    """
+    first = is_first(group)
+
+    def choose():
+        infos = fleet.infos.values()
+        if hasattr(weights.model, "peft_config") and all(info.max_loras for info in infos):
+            if not (problem := adapter_problem(weights.model, fleet)):
+                for server, info in fleet.infos.items():
+                    check_slots(server.url, info, largest_rank(weights.model), max_staleness)
+                return "adapter"
+            warnings.warn(f"adapters are merged for the server: {problem}", stacklevel=2)
+        if any(info.on_cpu for info in infos):
+            return "file"
+        extensions = {info.worker_extension for info in infos}
+        return "nccl, direct" if extensions == {WORKER_EXTENSION} else "nccl"
+
+    way = together(choose if first else lambda: None, group)
+    if way == "adapter":
+        options = {"dtype": weights.dtype, "max_staleness": max_staleness}
+        return AdapterSender(fleet, weights.model, output_dir, first=first, **options)
+    if way == "file":
+        return FileSender(fleet, weights, first=first)
+    return NcclSender(fleet, weights, first=first, direct=way == "nccl, direct")
 
 
 def check_sync(

@@ -60,6 +60,7 @@ class FileSender:
     """
 
     pauses = True  # the servers must not generate while they load
+    adapter_name = None  # what is sampled is the model itself
 
     def __init__(self, fleet: Fleet, weights: Weights, *, first: bool = True):
         self.fleet, self.weights, self.first = fleet, weights, first
@@ -108,6 +109,10 @@ class FileSender:
 
         self.fleet.each(load)
 
+    @staticmethod
+    def is_current(server: VllmServer, version: int) -> bool:
+        return server.weight_version() == str(version)
+
     def release(self, failed: Sequence[VllmServer] = ()) -> None:
         """After every sync. `failed`: servers that did not take it."""
         if self.path:
@@ -153,7 +158,7 @@ class NcclSender:
     next sync. Trainer memory beyond the weights: two buckets.
     """
 
-    pauses = True
+    pauses, adapter_name = True, None
 
     def __init__(
         self,
@@ -211,6 +216,8 @@ class NcclSender:
         for _, marks in in_flight:
             wait(marks)
         self.fleet.each(lambda server: self.links[server].answer())
+
+    is_current = FileSender.is_current
 
     def release(self, failed: Sequence[VllmServer] = ()) -> None:
         """The groups stay for the next sync, but those of servers that failed."""

@@ -64,6 +64,8 @@ def liar():
                 liar.loaded = load_file(body["lora_path"] + "/adapter_model.safetensors")
                 liar.names.append(body["lora_name"])
             if path == "/v1/unload_lora_adapter":
+                if not body["lora_name"]:
+                    return {"error": {"message": "needs a name"}}, 400
                 if body["lora_name"] not in liar.names:
                     return {"error": {"message": "cannot be found"}}, 404
                 liar.names.remove(body["lora_name"])
@@ -198,14 +200,36 @@ def test_servers_without_room_for_the_adapters_are_refused_with_the_remedy(liar)
 
 
 def test_the_largest_rank_counts_and_what_is_no_plain_adapter_is_named(tiny_folder):
+    fleet = Fleet(["http://nowhere"], 1.0)  # no server is asked
     model = make_peft(tiny_folder, rank_pattern={"q_proj": 9})
-    assert adapters.largest_rank(model) == 9 and adapters.adapter_problem(model) == ""
+    assert adapters.largest_rank(model) == 9 and adapters.adapter_problem(model, fleet) == ""
     dora = make_peft(tiny_folder, use_dora=True)
-    assert "use_dora" in adapters.adapter_problem(dora)
+    assert "use_dora" in adapters.adapter_problem(dora, fleet)
     with pytest.raises(ValueError, match="no plain LoRA.*without DoRA"):
         sync.Weights(dora, torch.float32)
     saved = make_peft(tiny_folder, target_modules=["q_proj"], modules_to_save=["norm"])
-    assert "modules_to_save" in adapters.adapter_problem(saved)
+    assert "modules_to_save" in adapters.adapter_problem(saved, fleet)
+
+
+def test_the_server_decides_whether_an_adapter_travels_alone(liar, tiny_folder, tmp_path):
+    config = liar.info["vllm_config"]
+
+    def sender(**options):
+        fleet = Fleet([liar.url], 2.0)
+        fleet.check("tiny", num_sampler_logprobs=8)
+        weights = sync.Weights(make_peft(tiny_folder, **options), torch.float32)
+        return sync.make_sender(fleet, weights, output_dir=tmp_path, max_staleness=1)
+
+    assert isinstance(sender(), sync.FileSender)  # no --enable-lora
+    config["lora_config"] = {"max_loras": 3, "max_lora_rank": 8}
+    assert isinstance(sender(), sync.AdapterSender)
+    with pytest.raises(ValueError, match="--max-lora-rank 16"):
+        sender(r=9)
+    with pytest.warns(UserWarning, match="are merged for the server: bias='all'"):
+        assert isinstance(sender(bias="all"), sync.FileSender)
+    liar.lies = {"/v1/unload_lora_adapter": "500"}  # the path is not there
+    with pytest.warns(UserWarning, match="without VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
+        assert isinstance(sender(), sync.FileSender)
 
 
 # ---------------------------------------------------------------------------------------- merged

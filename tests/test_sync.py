@@ -75,7 +75,7 @@ class Lies(BaseHTTPRequestHandler):
             return state.closing.wait(30)
         if lie == "die":
             state.shutdown_request(self.request)
-            state.lies = dict.fromkeys(SYNC_CALLS, "die")
+            state.lies = dict.fromkeys(SYNC_CALLS, "die") | state.lies
             return None
         if lie == "refuse":
             return self.answer({"status": "running"})
@@ -133,6 +133,7 @@ class LyingServer(ThreadingHTTPServer):
             "/server_info": self.info,
             "/v1/models": {"data": [{"id": "tiny"}]},
             "/get_world_size": {"world_size": 1},
+            "/weight_info": {"weight_version": self.version},
         }.get(path, {})
 
     def close(self):
@@ -752,6 +753,36 @@ def test_when_no_server_is_left_the_sync_fails_with_what_the_first_said(two_liar
     two_liars[0].lies = {}
     sync.sync_weights(fleet, sender, 2)
     assert [liar.version for liar in two_liars] == ["2", "2"]
+
+
+def test_a_server_that_was_restarted_is_noticed_and_gets_the_weights_again(liar):
+    fleet, sender = file_sender(liar, timeout_s=10.0)
+    sync.sync_weights(fleet, sender, 4)
+    assert not sync.behind(fleet, sender, 4)
+    liar.version = "default"
+    assert sync.behind(fleet, sender, 4)
+    liar.lies = {"/weight_info": "500"}  # one that does not answer is not behind: it is away
+    assert not sync.behind(fleet, sender, 4)
+    liar.lies = dict.fromkeys([*SYNC_CALLS, "/health"], "die")
+    timer = threading.Timer(1.0, setattr, (liar, "lies", {}))
+    timer.start()
+    liar.received = {}
+    with pytest.warns(UserWarning, match="weight sync 4 is tried again.*/pause"):
+        sync.sync_through_restart(fleet, sender, 4)
+    assert liar.version == "4" and not liar.paused
+    assert list(liar.received) == [name for name, _ in Tree().named_parameters()]
+
+
+def test_a_server_that_stays_away_ends_the_run_in_time(liar):
+    fleet, sender = file_sender(liar, timeout_s=1.0)
+    liar.lies = dict.fromkeys([*SYNC_CALLS, "/health"], "die")
+    start = time.monotonic()
+    with (
+        pytest.warns(UserWarning, match="tried again"),
+        pytest.raises(TimeoutError, match=f"no vLLM server answered within 1 s: {liar.url}"),
+    ):
+        sync.sync_through_restart(fleet, sender, 1)
+    assert time.monotonic() - start < 4
 
 
 def test_servers_that_are_not_alike_are_refused(two_liars):
