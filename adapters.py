@@ -83,7 +83,7 @@ class AdapterSender:
         self,
         fleet: Fleet,
         model,  # peft's
-        output_dir,
+        output_dir,  # on rank 0
         *,
         dtype: torch.dtype,  # the server's
         max_staleness: int,
@@ -91,7 +91,7 @@ class AdapterSender:
         oldest_in_use: Callable[[], int] = lambda: 1 << 62,
     ):
         self.fleet, self.model, self.dtype, self.first = fleet, model, dtype, first
-        self.folder = Path(output_dir).resolve() / FOLDER
+        self.folder = Path(output_dir).resolve() / FOLDER if first else None
         self.max_staleness, self.oldest_in_use = max_staleness, oldest_in_use
         self.loaded: int | None = None  # the newest that servers have; never written again
         self.parameters = [  # before the first forward, as in weights.Weights

@@ -75,6 +75,7 @@ def prepare(argv, plan_path):
         "MODEL_NAME": config.model,
         "LOGPROBS": config.num_sampler_logprobs + 1,  # the token endpoint counts the sampled one
         "TOP_K": config.top_k or "",
+        "LORA_SLOTS": config.max_staleness + 2,  # adapters that a LoRA run has registered at most
         "TRAIN_PROCESSES": config.num_train_processes or "",
         "SERVER_URL": given.get("vllm_server_base_url", ""),
     }

@@ -76,8 +76,8 @@ class VllmServer:
     def call(
         self, method: str, path: str, *, timeout_s=None, params=None, json=None
     ) -> dict[str, Any]:
-        """One request, its query from `params`, its body from `json`; -> its JSON body ({} when
-        empty)."""
+        """One request, its query from `params`, its body from `json`; -> its JSON body ({}
+        without one)."""
         what = f"{method} {self.url}{path}"
         limit_s = min(self.timeout_s, timeout_s or self.timeout_s)
         target = self._path + path + (f"?{urlencode(params)}" if params else "")
@@ -94,12 +94,12 @@ class VllmServer:
         except (OSError, HTTPException) as error:
             connection.close()
             raise ServerError(f"{what}: {error or type(error).__name__}") from error
-        if response.will_close:
-            connection.close()
-        else:
+        if status == 200 and not response.will_close:
             self._idle.append((connection, time.monotonic()))
+        else:
+            connection.close()  # after a 500 uvicorn closes it without saying so
         if status == 200:
-            return loads(answer) if answer else {}
+            return loads(answer) if answer.startswith(b"{") else {}  # some say "Success: ..."
         raise ServerError(f"{what}: answered {status}, {error_message(answer)}", status)
 
     def _connection(self, timeout_s: float) -> HTTPConnection:

@@ -319,7 +319,7 @@ def test_an_adapter_is_served_as_the_merged_model(lora):
 @pytest.mark.server
 def test_merged_weights_reach_a_server_that_could_serve_adapters(lora, lora_server):
     fleet, server, model, _ = lora
-    sender = sync.make_sender(fleet, sync.Weights(model, torch.float32, tied=True))
+    sender = sync.FileSender(fleet, sync.Weights(model, torch.float32, tied=True))
     original = model.state_dict()
     for version in (1, 2):
         move(model, seed=version)

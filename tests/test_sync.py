@@ -797,8 +797,35 @@ def test_servers_that_are_not_alike_are_refused(two_liars):
 # ------------------------------------------------------------------------------------- two ranks
 
 
+class SlowLink:
+    """Stands in for transfer.Link, where NCCL and a GPU would be needed."""
+
+    sent, breaks_off = [], False
+
+    def __init__(self, *group):
+        pass
+
+    def ask(self, direct, request):
+        pass
+
+    def broadcast(self, bucket):
+        time.sleep(0.05)
+        if self.breaks_off and self.sent:
+            raise sync.WeightSyncError("the receiver broke off")
+        self.sent.append(bucket.clone())
+
+    def mark(self):
+        return types.SimpleNamespace(synchronize=lambda: None)
+
+    def answer(self):
+        pass
+
+    def close(self):
+        pass
+
+
 def run_rank(rank, world_size, folder, url):
-    """One trainer rank: four syncs; what this rank saw of each goes to a file."""
+    """One trainer rank: six syncs; what this rank saw of each goes to a file."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
@@ -812,29 +839,46 @@ def run_rank(rank, world_size, folder, url):
     gathered, seen = [], {}
 
     class Watched(sync.Weights):
-        def __iter__(self):
-            for name, tensor in super().__iter__():
-                gathered.append(name)
-                yield name, tensor
+        def _tensors(self):
+            for entry, tensor in super()._tensors():
+                gathered.append(entry.name)
+                yield entry, tensor
 
-    fleet = Fleet([url], 10)
-    sender = sync.FileSender(fleet, Watched(tree, torch.bfloat16), first=rank == 0)
-    reserve = transfer.reserve_file
-    for case in ("slow", "500", "full", "fine"):
-        requests.post(f"{url}/case/{case}", json={})
+    def sync_once(sender):
         dist.barrier()
         gathered.clear()
-        if case == "full" and rank == 0:
-            transfer.reserve_file = lambda n_bytes: (_ for _ in ()).throw(OSError("disk full"))
-        else:
-            transfer.reserve_file = reserve
         try:
             sync.sync_weights(fleet, sender, 1)
             error = None
         except Exception as caught:
             error = str(caught)
         assert not shared_files()
-        seen[case] = list(gathered), error
+        return list(gathered), error
+
+    fleet = Fleet([url], 10)
+    sender = sync.FileSender(fleet, Watched(tree, torch.bfloat16), first=rank == 0)
+    reserve = transfer.reserve_file
+    for case in ("slow", "500", "full", "fine"):
+        requests.post(f"{url}/case/{case}", json={})
+        if case == "full" and rank == 0:
+            transfer.reserve_file = lambda n_bytes: (_ for _ in ()).throw(OSError("disk full"))
+        else:
+            transfer.reserve_file = reserve
+        seen[case] = sync_once(sender)
+
+    # The same over NCCL, with a receiver that is slow, and one that breaks off.
+    transfer.Link, torch.cuda.current_device = SlowLink, lambda: 0
+    fleet.infos = {fleet.servers[0]: types.SimpleNamespace(world_size=1, worker_extension="")}
+    sent = Watched(tree, torch.bfloat16)
+    sender = sync.NcclSender(fleet, sent, first=rank == 0, bucket_bytes=100, direct=False)
+    sender.device = torch.device("cpu")
+    for case in ("breaks off", "nccl"):
+        SlowLink.breaks_off = case == "breaks off"
+        SlowLink.sent.clear()
+        seen[case] = sync_once(sender)
+    expected = [bucket.tolist() for bucket in sent.buckets(100, 1, "cpu")]
+    if rank == 0:
+        assert [bucket.tolist() for bucket in SlowLink.sent] == expected
     (folder / f"rank_{rank}").write_text(json.dumps(seen))
     dist.destroy_process_group()
 
@@ -860,13 +904,14 @@ def test_two_ranks_gather_in_one_order_and_share_rank_0s_errors(liar, tmp_path):
     seen = [json.loads((tmp_path / f"rank_{rank}").read_text()) for rank in (0, 1)]
 
     names = [name for name, _ in Tree().named_parameters()]
-    for case in ("slow", "500", "full", "fine"):
+    for case in ("slow", "500", "full", "fine", "breaks off", "nccl"):
         # Also where rank 0 had failed before the first tensor: the other rank was not left alone.
         assert seen[0][case][0] == seen[1][case][0] == names
     for rank in (0, 1):
         assert seen[rank]["slow"][1] is None and seen[rank]["fine"][1] is None
         assert "/collective_rpc: answered 500, out of luck" in seen[rank]["500"][1]
         assert "disk full" in seen[rank]["full"][1]
+        assert "broke off" in seen[rank]["breaks off"][1] and seen[rank]["nccl"][1] is None
     assert liar.version == "1" and not liar.paused
     for name, parameter in Tree().named_parameters():  # the shards arrived whole
         expected = parameter.bfloat16() if parameter.ndim > 1 else parameter
@@ -1017,8 +1062,9 @@ def test_a_server_whose_load_failed_goes_on_and_takes_the_next_sync(trainer, mon
     entry = weights.Entry("model.layers.1.mlp.stranger.weight", torch.float32, (4, 4))
     more = [*parts, weights.Part(stranger, [entry])]
     monkeypatch.setitem(vars(trainer.sender.weights), "parts", more)
-    with pytest.raises(sync.WeightSyncError, match="no module or parameter.*stranger"):
+    with pytest.raises(sync.WeightSyncError, match="no module or parameter.*stranger") as caught:
         trainer.send(1)
+    assert not getattr(caught.value, "__notes__", ())  # it could be resumed
     assert trainer.server.weight_version() == "0" and not trainer.server.is_paused()
     trainer.server.sample(trainer.name, prompt, 4)  # the engine is alive
     monkeypatch.setitem(vars(trainer.sender.weights), "parts", parts[:-2])
