@@ -14,6 +14,9 @@ line all ranks learn from rank 0 whether it worked and raise or go on together.
     version   rank 0               the server labels each token with it from here on
     resume    rank 0               also when anything above failed
 
+A LoRA adapter that travels alone (adapters.py) is a new name beside the old ones: stage and load,
+nothing is paused.
+
 The caller counts the version up after sync_weights() has returned, never before. With several
 servers one that fails is left out, and tried again at the next sync; the last one's failure is
 raised. After a load that failed half way some layers may be new and some old; the error says so,

@@ -31,7 +31,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from server import LAST_CALL_S, WORKER_EXTENSION, Fleet, ServerError, VllmServer
-from weights import ALIGNMENT, Entry, Weights, cut, view_tensor
+from weights import ALIGNMENT, Entry, Weights, by_dtype, cut, view_tensor
 
 logger = logging.getLogger("vllm.espalier")  # vllm's handlers print the server's end's lines
 MIXED = "until a sync succeeds the server may hold a mix of old and new weights"
@@ -315,7 +315,7 @@ class Link:
             raise error
 
     def broadcast(self, bucket: torch.Tensor) -> None:
-        """On a stream of its own, so that a server which hangs does not hold up the others."""
+        """On a stream of its own, so that servers receive at the same time."""
         self.stream.wait_stream(torch.cuda.current_stream())
         self.communicator.broadcast(bucket, src=0, stream=self.stream)
 
@@ -397,9 +397,10 @@ class WorkerExtension:
 
         copies = vars(self).get("espalier_copies")
         if copies is not None and copies.matches(manifest, limit):
-            for buffer, targets, sources in copies.steps:
+            for buffer, groups in copies.steps:
                 receive(buffer)
-                torch._foreach_copy_(targets, sources)
+                for group in groups:
+                    torch._foreach_copy_(*group)
             wait_for_receipt()
             return
         self.espalier_copies = None
@@ -449,7 +450,7 @@ class Copies:
         # For each bucket (target in the model, entry number, strides of the source in the entry).
         self.made: list[list[tuple[torch.Tensor, int, torch.Tensor]]] = [[] for _ in buckets]
         self.samples: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.steps: list[tuple[torch.Tensor, list, list]] = []
+        self.steps: list[tuple[torch.Tensor, list]] = []  # (buffer, [(targets, sources)])
 
     def matches(self, *key) -> bool:
         """Made for this manifest and bucket size?"""
@@ -501,8 +502,7 @@ class Copies:
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
         for number, bucket in enumerate(self.buckets):
             part = buffer[: bucket.n_bytes]
-            pairs = list(self._pairs(number, part))
-            self.steps.append((part, [target for target, _ in pairs], [s for _, s in pairs]))
+            self.steps.append((part, by_dtype(self._pairs(number, part))))
 
 
 def grid(tensor: torch.Tensor) -> torch.Tensor:

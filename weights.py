@@ -171,8 +171,20 @@ class Weights:
                 view_tensor(buffer, entry, offset)
                 for entry, offset in zip(bucket.entries, bucket.offsets, strict=True)
             ]
-            torch._foreach_copy_(targets, [next(tensors)[1] for _ in targets])
+            for group in by_dtype((target, next(tensors)[1]) for target in targets):
+                torch._foreach_copy_(*group)
             yield buffer
+
+
+def by_dtype(pairs) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """(target, source) pairs as (targets, sources) of like dtypes: those are copied by one kernel,
+    a mixed list by one a tensor."""
+    groups: dict = {}
+    for target, source in pairs:
+        targets, sources = groups.setdefault((target.dtype, source.dtype), ([], []))
+        targets.append(target)
+        sources.append(source)
+    return list(groups.values())
 
 
 def low_rank_parts(model) -> dict[str, tuple]:

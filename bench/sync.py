@@ -83,7 +83,7 @@ class Extension(sync.WorkerExtension):
         """-> host seconds in vLLM's loading since bench_watch(), seconds of all our copies or 0."""
         copies_s = 0.0
         if copies := vars(self).get("espalier_copies"):
-            for _, targets, _ in copies.steps:
+            for targets, _ in (group for _, groups in copies.steps for group in groups):
                 sources = [target.clone() for target in targets]
                 torch.cuda.synchronize()
                 begin = time.perf_counter()
