@@ -399,8 +399,8 @@ class WorkerExtension:
         if copies is not None and copies.matches(manifest, limit):
             for buffer, groups in copies.steps:
                 receive(buffer)
-                for group in groups:
-                    torch._foreach_copy_(*group)
+                for targets, sources in groups:
+                    torch._foreach_copy_(targets, sources)
             wait_for_receipt()
             return
         self.espalier_copies = None

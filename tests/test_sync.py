@@ -76,8 +76,8 @@ class Lies(BaseHTTPRequestHandler):
         if lie == "never":
             return state.closing.wait(30)
         if lie == "die":
-            state.shutdown_request(self.request)
             state.lies = dict.fromkeys(SYNC_CALLS, "die") | state.lies
+            state.shutdown_request(self.request)
             return None
         if lie == "refuse":
             return self.answer({"status": "running"})
