@@ -122,6 +122,7 @@ class Samplers:
         return min(self._running.values(), default=self.version())
 
     async def _sample(self, prompt_ids, version) -> TurnRecord:
+        start = time.monotonic()
         while True:
             sampler = await self._least_loaded()
             self.load[sampler] += 1
@@ -131,6 +132,8 @@ class Samplers:
                 if len(self.samplers) == 1:
                     raise
                 self.out[sampler] = str(error)
+                if time.monotonic() - start > sampler.timeout_s:  # they answer others: it is this
+                    raise TimeoutError(f"no server answered a request; {error}") from error
             finally:
                 self.load[sampler] -= 1
 

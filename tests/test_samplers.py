@@ -123,6 +123,23 @@ def test_requests_wait_while_no_server_is_there_but_not_for_ever():
     run(test)
 
 
+def test_a_request_that_no_server_can_answer_fails_in_time_though_they_answer_others():
+    async def test():
+        pool = Samplers([FakeSampler("one"), FakeSampler("two")], lambda: 0, 1)
+
+        async def refuse(prompt_ids, version):
+            raise ServerLost("not this one")
+
+        for sampler in pool.samplers:
+            sampler.sample = refuse
+        await pool.start()  # which lets both in again, time after time
+        with pytest.raises(TimeoutError, match="no server answered a request; not this one"):
+            await pool.sample([1])
+        await pool.close()
+
+    run(test)
+
+
 def test_one_server_is_waited_for_by_its_own_sampler():
     async def test():
         one = FakeSampler("one")
