@@ -3,6 +3,7 @@
 The oracle of the server tests is transformers with the adapter merged, on the same tiny folder.
 """
 
+import asyncio
 import contextlib
 import importlib.util
 import threading
@@ -17,6 +18,8 @@ from test_sync import LyingServer, Trainer, prompts
 
 import adapters
 import sync
+from chat import Sampler
+from samplers import Samplers, Stale
 from server import Fleet, ServerError
 
 LORA_CALLS = ["/v1/models", "/v1/load_lora_adapter"]
@@ -314,6 +317,63 @@ def test_an_adapter_is_served_as_the_merged_model(lora):
     ]
     with pytest.raises(ServerError, match="404"):
         server.score("espalier-v0", texts[0])
+
+
+@pytest.mark.server
+def test_a_rollout_ends_under_its_own_adapter_or_is_stopped_and_no_name_is_gone(lora, lora_server):
+    fleet, server, model, sender = lora
+    (prompt,) = prompts(1, seed=13, length=20)
+    version = 0
+
+    async def push():
+        nonlocal version
+        move(model, seed=version + 1)
+        await asyncio.to_thread(sync.sync_weights, fleet, sender, version + 1)
+        version += 1
+
+    async def test():
+        options = {"max_tokens": 400, "adapter": adapters.MODEL_NAME, "timeout_s": 60.0}
+        sampler = Sampler(server.url, lora_server.name, **options)
+        sampler.parameters["ignore_eos"] = True
+        pool = Samplers([sampler], lambda: version, max_staleness=1)
+        sender.oldest_in_use = pool.stop_stale
+        await pool.start()
+
+        async def rollout():
+            pool.pin()
+            return await pool.sample(prompt, version)
+
+        living = asyncio.create_task(rollout())
+        await asyncio.sleep(0.2)  # it is sampling
+        await push()
+        assert not living.done()
+        later = asyncio.create_task(rollout())
+        turns = [await living, await later]
+        await push()
+        dying = asyncio.create_task(rollout())
+        await asyncio.sleep(0.2)
+        await push()  # version 3: it may go on
+        pool.stop_stale()
+        await asyncio.sleep(0.05)
+        assert not dying.done()
+        await push()  # version 4: it may not
+        pool.stop_stale()
+        with pytest.raises(Stale):
+            await dying
+        await push()
+        turns.append(await rollout())
+        await pool.close()
+        return turns
+
+    move(model, seed=0)
+    sync.sync_weights(fleet, sender, 0)
+    turns = asyncio.run(test())
+    for began, turn in zip((0, 1, 5), turns, strict=True):
+        assert set(turn.versions) == {began} and len(turn.output_ids) == 400
+        move(model, seed=began)
+        ours = merged_log_probs(model, prompt + turn.output_ids)[-400:]
+        assert (torch.tensor(turn.output_log_probs) - ours).abs().max() < 1e-4
+    assert 'generate HTTP/1.1" 404' not in lora_server.log.read_text()
 
 
 @pytest.mark.server
