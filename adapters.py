@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from server import Fleet, ServerError, ServerInfo
+from server import HEALTH_S, Fleet, ServerError, ServerInfo
 from weights import checkpoint_name, whole
 
 MODEL_NAME = "espalier-v{version}"  # what requests call the model
@@ -177,7 +177,7 @@ class AdapterSender:
             self.loaded = self._registered()[-1]
 
     def is_current(self, server, version: int) -> bool:
-        return MODEL_NAME.format(version=version) in server.model_names()
+        return MODEL_NAME.format(version=version) in server.model_names(HEALTH_S)
 
     def release(self, failed=()) -> None:
         """What was written stays: the next sync of the same version writes it anew."""

@@ -155,9 +155,10 @@ class VllmServer:
             loads_adapters=bool(lora) and self._loads_adapters(),
         )
 
-    def model_names(self) -> tuple[str, ...]:
+    def model_names(self, timeout_s: float | None = None) -> tuple[str, ...]:
         """What requests may ask for: the model, and adapters by their names."""
-        return tuple(entry["id"] for entry in self.call("GET", "/v1/models")["data"])
+        models = self.call("GET", "/v1/models", timeout_s=timeout_s)["data"]
+        return tuple(entry["id"] for entry in models)
 
     def _loads_adapters(self) -> bool:
         try:
@@ -246,9 +247,9 @@ class VllmServer:
     def update_weight_version(self, version: int) -> None:
         self.call("POST", "/update_weight_version", json={"new_version": str(version)})
 
-    def weight_version(self) -> str:
+    def weight_version(self, timeout_s: float | None = None) -> str:
         """The text "default" until somebody has set one."""
-        return self.call("GET", "/weight_info")["weight_version"]
+        return self.call("GET", "/weight_info", timeout_s=timeout_s)["weight_version"]
 
     def collective_rpc(self, method: str, *, timeout_s=None, **kwargs: Any) -> list[Any]:
         """Run a method of every worker; -> their results. kwargs must survive JSON."""

@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from server import LAST_CALL_S, WORKER_EXTENSION, Fleet, ServerError, VllmServer
+from server import HEALTH_S, LAST_CALL_S, WORKER_EXTENSION, Fleet, ServerError, VllmServer
 from weights import ALIGNMENT, Entry, Weights, by_dtype, cut, view_tensor
 
 logger = logging.getLogger("vllm.espalier")  # vllm's handlers print the server's end's lines
@@ -112,7 +112,7 @@ class FileSender:
 
     @staticmethod
     def is_current(server: VllmServer, version: int) -> bool:
-        return server.weight_version() == str(version)
+        return server.weight_version(HEALTH_S) == str(version)
 
     def release(self, failed: Sequence[VllmServer] = ()) -> None:
         """After every sync. `failed`: servers that did not take it."""

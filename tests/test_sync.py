@@ -367,6 +367,52 @@ def test_names_are_the_checkpoints_under_any_wrapper():
     assert weights.checkpoint_name(compiled) == "model.layers.0.mlp.up_proj.weight"
 
 
+def test_a_frozen_vision_tower_is_not_sent_and_the_language_model_has_the_checkpoints_names(
+    tmp_path,
+):
+    from safetensors.torch import load_file
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+    text = {
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_parameters": rope,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    vision |= {"out_hidden_size": 64, "fullatt_block_indexes": [0]}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert any("visual" in name for name in saved)
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32)
+    model.model.visual.requires_grad_(False)
+    # In the model they are called model.language_model.layers..., in the checkpoint model.layers...
+    sent = dict(sync.Weights(model, torch.float32, tied=True))
+    assert sent.keys() == {name for name in saved if "visual" not in name}
+    for name, tensor in sent.items():
+        assert torch.equal(tensor, saved[name])
+
+
+def test_stacked_experts_are_sent_one_by_one_as_a_checkpoint_has_them(tmp_path):
+    from safetensors.torch import load_file
+
+    model = tiny_moe()
+    assert "model.layers.0.mlp.experts.gate_up_proj" in dict(model.named_parameters())
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    sent = dict(sync.Weights(model, torch.float32))
+    assert sent.keys() == saved.keys() and "model.layers.1.mlp.experts.3.up_proj.weight" in sent
+    for name, tensor in sent.items():
+        assert torch.equal(tensor, saved[name])
+
+
 def test_a_tied_head_is_not_sent_and_a_frozen_layer_neither():
     # q_proj of layer 0 is frozen but its layer is not: the server fuses q, k and v, so it goes.
     names = [name for name, _ in sync.Weights(Tree(frozen_layer=True), torch.float32, tied=True)]
@@ -765,6 +811,9 @@ def test_a_server_that_was_restarted_is_noticed_and_gets_the_weights_again(liar)
     assert sync.behind(fleet, sender, 4)
     liar.lies = {"/weight_info": "500"}  # one that does not answer is not behind: it is away
     assert not sync.behind(fleet, sender, 4)
+    liar.lies = {"/weight_info": "never"}  # and one that hangs does not hold up the trainer
+    fleet.servers[0].timeout_s, start = 60.0, time.monotonic()
+    assert not sync.behind(fleet, sender, 4) and time.monotonic() - start < 10
     liar.lies = dict.fromkeys([*SYNC_CALLS, "/health"], "die")
     timer = threading.Timer(1.0, setattr, (liar, "lies", {}))
     timer.start()
@@ -1116,16 +1165,11 @@ def test_requests_that_keep_arriving_through_many_syncs_are_all_answered(trainer
     assert min(counts) > 0 and trainer.server.weight_version() == "20"
 
 
-@pytest.fixture
-def moe_server(tmp_path_factory):
-    """A server that is fresh, on a tiny mixture of experts with a head of its own."""
-    if importlib.util.find_spec("vllm") is None or torch.version.cuda:
-        pytest.skip("needs the CPU build of vLLM (requirements-cpu.txt)")
+def tiny_moe():
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    folder, tokenizer = tmp_path_factory.mktemp("tiny_moe"), make_tokenizer()
     config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=259,  # make_tokenizer's
         hidden_size=64,
         intermediate_size=96,
         moe_intermediate_size=32,
@@ -1142,8 +1186,17 @@ def moe_server(tmp_path_factory):
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+        return Qwen3MoeForCausalLM(config)
+
+
+@pytest.fixture
+def moe_server(tmp_path_factory):
+    """A server that is fresh, on a tiny mixture of experts with a head of its own."""
+    if importlib.util.find_spec("vllm") is None or torch.version.cuda:
+        pytest.skip("needs the CPU build of vLLM (requirements-cpu.txt)")
+    folder = tmp_path_factory.mktemp("tiny_moe")
+    tiny_moe().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
     server = start_server(folder, str(folder), tmp_path_factory.mktemp("moe_server") / "log.txt")
     yield server
     stop_server(server)
