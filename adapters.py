@@ -30,7 +30,7 @@ import torch
 from safetensors.torch import save_file
 
 from server import HEALTH_S, Fleet, ServerError, ServerInfo
-from weights import checkpoint_name, whole
+from weights import checkpoint_name, gather
 
 MODEL_NAME = "espalier-v{version}"  # what requests call the model
 FOLDER = ".vllm_lora"
@@ -111,10 +111,7 @@ class AdapterSender:
 
     def stage(self, version: int) -> None:
         """Make room, then write the version; the servers go on meanwhile."""
-        tensors = {
-            peft_name(name): whole(parameter, self.dtype).to(self.dtype)
-            for name, parameter in self.parameters
-        }
+        gathered = gather([(parameter, self.dtype) for _, parameter in self.parameters])
         if not self.first or version == self.loaded:  # a server came back and needs the same
             return
         for old in self._registered():
@@ -127,7 +124,10 @@ class AdapterSender:
         aside = path.with_suffix(".tmp")
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        tensors = {
+            peft_name(name): tensor.to("cpu", self.dtype).contiguous()
+            for (name, _), tensor in zip(self.parameters, gathered, strict=True)
+        }
         save_file(tensors, aside / "adapter_model.safetensors")
         self.model.peft_config[self.model.active_adapter].save_pretrained(str(aside))
         os.rename(aside, path)

@@ -5,21 +5,24 @@
     Weights.buckets()      the same bytes in buffers of a bounded size, as NCCL sends them
     cut()                  the layout of those buffers; the server's end cuts by the same rule
 
-Every rank must iterate: gathering a shard is a collective, in the order of named_parameters(),
-which is the same on all ranks.
+Every rank must iterate: gathering shards is a collective, in the order of named_parameters(), which
+is the same on all ranks.
 Test: pytest tests/test_sync.py
 """
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 
 ALIGNMENT = 64  # bytes; a cache line, and a multiple of every dtype's size
+GATHER_BYTES = 1 << 26  # of shards at a time, where tensors go one by one
 # What activation checkpointing, torch.compile and peft put into a parameter's name.
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_model.model.", "base_layer.")
 
@@ -28,6 +31,10 @@ class Entry(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Bucket(NamedTuple):
@@ -51,15 +58,14 @@ def cut(entries: Sequence[Entry], limit: int, alignment: int = ALIGNMENT) -> lis
         offset = -(-n_bytes // alignment) * alignment
         buckets[-1][0].append(entry)
         buckets[-1][1].append(offset)
-        n_bytes = offset + math.prod(entry.shape) * entry.dtype.itemsize
+        n_bytes = offset + entry.n_bytes
         buckets[-1] = (*buckets[-1][:2], n_bytes)
     return [Bucket(*bucket) for bucket in buckets]
 
 
 def view_tensor(buffer: torch.Tensor, entry: Entry, offset: int) -> torch.Tensor:
     """An entry's tensor inside a buffer of bytes."""
-    n_bytes = math.prod(entry.shape) * entry.dtype.itemsize
-    return buffer[offset : offset + n_bytes].view(entry.dtype).view(entry.shape)
+    return buffer[offset : offset + entry.n_bytes].view(entry.dtype).view(entry.shape)
 
 
 class Part(NamedTuple):
@@ -138,33 +144,49 @@ class Weights:
         return [entry for part in self.parts for entry in part.entries]
 
     def n_bytes(self) -> int:
-        return sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in self.metadata())
+        return sum(entry.n_bytes for entry in self.metadata())
 
-    def _tensors(self) -> Iterator[tuple[Entry, torch.Tensor]]:
-        """Whole tensors, in their wire dtype if they were sharded, else in the parameter's."""
+    def _tensors(self, limit: int) -> Iterator[tuple[Entry, torch.Tensor]]:
+        """Whole tensors, gathered about `limit` bytes at a time; in their wire dtype if they were
+        sharded, else in the parameter's."""
+        for parts in self._groups(limit):
+            wanted = []
+            for part in parts:
+                down, up, _ = part.low_rank or (None, None, 0)
+                dtype = part.entries[0].dtype if up is None else part.parameter.dtype
+                wanted.append((part.parameter, dtype))
+                wanted += [] if up is None else [(up, up.dtype), (down, down.dtype)]
+            gathered = iter(gather(wanted))
+            for part in parts:
+                tensor = next(gathered)
+                if part.low_rank is not None:
+                    tensor = tensor + part.low_rank[2] * (next(gathered) @ next(gathered))
+                if not part.name:
+                    yield part.entries[0], tensor
+                else:
+                    pieces = self._pieces(part.name, tensor)
+                    yield from ((entry, pieces[entry.name]) for entry in part.entries)
+
+    def _groups(self, limit) -> Iterator[list[Part]]:
+        parts, n_bytes = [], 0
         for part in self.parts:
-            dtype = part.entries[0].dtype
-            if part.low_rank is None:
-                tensor = whole(part.parameter, dtype)
-            else:
-                down, up, scaling = part.low_rank
-                tensor = whole(part.parameter, part.parameter.dtype)
-                tensor = tensor + scaling * (whole(up, up.dtype) @ whole(down, down.dtype))
-            if not part.name:
-                yield part.entries[0], tensor
-            else:
-                pieces = self._pieces(part.name, tensor)
-                yield from ((entry, pieces[entry.name]) for entry in part.entries)
+            parts.append(part)
+            n_bytes += part.parameter.numel() * part.entries[0].dtype.itemsize
+            if n_bytes > limit:
+                yield parts
+                parts, n_bytes = [], 0
+        if parts:
+            yield parts
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor), one at a time; no more than one parameter is held."""
-        for entry, tensor in self._tensors():
+        """(name, whole tensor), one at a time."""
+        for entry, tensor in self._tensors(GATHER_BYTES):
             yield entry.name, tensor.to(entry.dtype)
 
     def buckets(self, limit: int, alignment: int, device) -> Iterator[torch.Tensor]:
         """uint8 buffers on `device`, as cut() lays them out. A new buffer each: the caller decides
         how many live at a time."""
-        tensors = self._tensors()
+        tensors = self._tensors(limit)
         for bucket in cut(self.metadata(), limit, alignment):
             buffer = torch.empty(bucket.n_bytes, dtype=torch.uint8, device=device)
             targets = [
@@ -205,14 +227,39 @@ def low_rank_parts(model) -> dict[str, tuple]:
     return found
 
 
-def whole(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A parameter without its shards. Collective if it has some, which travel as `dtype`."""
-    tensor = parameter.detach()
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if tensor.device_mesh.size() > 1:
-        return tensor.to(dtype).full_tensor()
-    return tensor.to_local()  # a twentieth of the time of full_tensor()
+def gather(wanted: Sequence[tuple[torch.Tensor, torch.dtype]]) -> list[torch.Tensor]:
+    """Parameters without their shards. Collective: one all-gather for all that FSDP has sharded,
+    by rows, which travel in the dtype that is given with each. Others come as they are, uncast."""
+    tensors = [tensor.detach() for tensor, _ in wanted]
+    sharded = [
+        i for i, t in enumerate(tensors) if isinstance(t, DTensor) and t.device_mesh.size() > 1
+    ]
+    found = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    if not sharded:
+        return found
+    mesh, placements = tensors[sharded[0]].device_mesh, tensors[sharded[0]].placements
+    assert all(tensors[i].device_mesh == mesh for i in sharded), "FSDP has one mesh"
+    dim = placements.index(Shard(0))
+    size = mesh.size(dim)
+    chunks = [  # the rows of one rank; the last ranks may have fewer, or none
+        Entry("", wanted[i][1], (-(-tensors[i].shape[0] // size), *tensors[i].shape[1:]))
+        for i in sharded
+    ]
+    (layout,) = cut(chunks, sys.maxsize)
+    n_bytes = -(-layout.n_bytes // ALIGNMENT) * ALIGNMENT
+    mine = torch.zeros(n_bytes, dtype=torch.uint8, device=found[sharded[0]].device)
+    shards = [
+        (view_tensor(mine, chunk, offset)[: len(found[i])], found[i])
+        for i, chunk, offset in zip(sharded, chunks, layout.offsets, strict=True)
+    ]
+    for group in by_dtype(shards):
+        torch._foreach_copy_(*group)
+    everyones = mine.new_empty(size * n_bytes)
+    dist.all_gather_into_tensor(everyones, mine, group=mesh.get_group(dim))
+    for i, chunk, offset in zip(sharded, chunks, layout.offsets, strict=True):
+        rows = everyones.view(size, n_bytes)[:, offset : offset + chunk.n_bytes].view(chunk.dtype)
+        found[i] = rows.reshape(-1, *chunk.shape[1:])[: tensors[i].shape[0]]
+    return found
 
 
 def checkpoint_name(name: str, prefix: str = "") -> str:
