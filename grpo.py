@@ -153,16 +153,19 @@ def train(config, task):
     feed = Feed(config, task, policy, tokenizer, model_path, budget, pad, sender.adapter_name)
     if feed.worker:
         sender.oldest_in_use = feed.worker.oldest_version
+
+    def must_sync():  # asked while the loop waits for samples
+        return sync.behind(fleet, sender, version)
+
     try:
         for step in itertools.count(1):
             if config.max_steps > 0 and step > config.max_steps:
                 break
             clock = Clock(device)
-            behind = functools.partial(sync.behind, fleet, sender, version)
 
             # ---- 1 wait --------------------------------------------------------------------------
             with clock("perf/rollout_wait_s"):
-                while (share := feed.next(behind)) == SYNC_AGAIN:
+                while (share := feed.next(must_sync)) == SYNC_AGAIN:
                     sync.sync_through_restart(fleet, sender, version)
             if share is None:  # the prompts have ended
                 if first and (step - 1) % config.logging_steps:
