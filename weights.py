@@ -230,11 +230,12 @@ def low_rank_parts(model) -> dict[str, tuple]:
 def gather(wanted: Sequence[tuple[torch.Tensor, torch.dtype]]) -> list[torch.Tensor]:
     """Parameters without their shards. Collective: one all-gather for all that FSDP has sharded,
     by rows, which travel in the dtype that is given with each. Others come as they are, uncast."""
-    tensors = [tensor.detach() for tensor, _ in wanted]
+    tensors = [tensor for tensor, _ in wanted]
     sharded = [
         i for i, t in enumerate(tensors) if isinstance(t, DTensor) and t.device_mesh.size() > 1
     ]
-    found = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    with torch.no_grad():  # so that to_local() is a look and no operation
+        found = [(t.to_local() if isinstance(t, DTensor) else t).detach() for t in tensors]
     if not sharded:
         return found
     mesh, placements = tensors[sharded[0]].device_mesh, tensors[sharded[0]].placements
