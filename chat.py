@@ -232,8 +232,10 @@ def _checked(choices, n_log_probs):
     return choice
 
 
-def parse_generate(body: bytes, prompt_ids, *, k: int, version: int) -> TurnRecord:
-    """TurnRecord of an answer of /inference/v1/generate.
+def parse_generate(
+    body: bytes, prompt_ids, *, k: int, version: int, labelled: bool = False
+) -> TurnRecord:
+    """TurnRecord of an answer of /inference/v1/generate. `labelled`: it must name its weights.
 
     Here `logprobs: k + 1` gives k + 1 entries in all, the sampled token first and every entry with
     its rank: the head is the entries of rank <= k, put into column rank - 1.
@@ -263,6 +265,8 @@ def parse_generate(body: bytes, prompt_ids, *, k: int, version: int) -> TurnReco
         # A server whose weights were never updated says "default": the version known at dispatch.
         if str(span.version).isdecimal():
             versions_n[span.start : span.end] = int(span.version)
+        elif labelled:
+            raise BadAnswer(f"the server was restarted and has not got version {version} yet")
     return TurnRecord(
         prompt_ids=prompt_ids,
         output_ids=choice.token_ids,
@@ -273,8 +277,10 @@ def parse_generate(body: bytes, prompt_ids, *, k: int, version: int) -> TurnReco
     )
 
 
-def parse_completions(body: bytes, prompt_ids, *, k: int, version: int) -> TurnRecord:
-    """TurnRecord of an answer of /v1/completions. It names no weight versions.
+def parse_completions(
+    body: bytes, prompt_ids, *, k: int, version: int, labelled: bool = False
+) -> TurnRecord:
+    """TurnRecord of an answer of /v1/completions. It names no weight versions, labelled or not.
 
     Here `logprobs: k` gives the k most likely tokens, preceded by the sampled one if it is not
     among them: the head is the last k entries.
@@ -354,8 +360,12 @@ class Sampler:
         eos_token_ids=(),
         timeout_s: float = 1800.0,
         seed: int = 0,  # any integer; the requests' seeds count up from it
+        adapter: str | None = None,  # name of the adapter that is sampled, with {version} in it
     ):
         self.url, self.model = url.rstrip("/"), model
+        self.adapter = adapter
+        self.labelled = False  # a trainer has given it weights; known after start()
+        self.max_attempts: int | None = None  # of a request; None: until it is answered
         self.k, self.timeout_s, self.max_tokens = num_logprobs, timeout_s, max_tokens
         self.truncated = top_p < 1.0 or top_k > 0 or bool(min_p)
         if self.truncated and top_k <= 0:
@@ -398,6 +408,9 @@ class Sampler:
                 "it with the model that is trained, or pass its --served-model-name"
             )
         self.max_model_len = models[self.model]
+        if not self.adapter:
+            info = msgspec.json.decode(await self.read("/weight_info") or b"{}")
+            self.labelled = str(info.get("weight_version", "")).isdecimal()
         probe = [self.parameters["stop_token_ids"][0] if self.parameters["stop_token_ids"] else 0]
         try:
             turn = await self._ask(probe, 0, max_tokens=1, max_attempts=_PROBE_ATTEMPTS)
@@ -453,7 +466,12 @@ class Sampler:
                 )
             await asyncio.sleep(delay_s)
 
-    def _body(self, prompt_ids, max_tokens: int | None) -> bytes:
+    def model_name(self, version: int) -> str:
+        """What a request of that version asks for."""
+        return self.adapter.format(version=version) if self.adapter else self.model
+
+    def _body(self, prompt_ids, version, max_tokens: int | None) -> bytes:
+        model = self.model_name(version) if max_tokens is None else self.model
         parameters = dict(self.parameters)
         if max_tokens is not None:
             parameters["max_tokens"] = max_tokens
@@ -464,14 +482,15 @@ class Sampler:
         if self.tokens_in_tokens_out:
             # detokenize: nothing reads the text, and with top-8 it is most of the API server's work
             parameters |= {"logprobs": self.k + 1 if self.k else 0, "detokenize": False}
-            body = {"model": self.model, "token_ids": prompt_ids, "sampling_params": parameters}
+            body = {"model": model, "token_ids": prompt_ids, "sampling_params": parameters}
         else:
-            body = {"model": self.model, "prompt": prompt_ids, "logprobs": self.k, **parameters}
+            body = {"model": model, "prompt": prompt_ids, "logprobs": self.k, **parameters}
             body |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
         return msgspec.json.encode(body)
 
     async def _ask(self, prompt_ids, version, max_tokens=None, max_attempts=None) -> TurnRecord:
-        body = self._body(prompt_ids, max_tokens)
+        body = self._body(prompt_ids, version, max_tokens)
+        max_attempts = max_attempts or self.max_attempts
         start = time.monotonic()
         for attempt, delay_s in enumerate(_retry_delays(), start=1):
             try:
@@ -506,8 +525,13 @@ class Sampler:
             status, answer = response.status, await response.read()
         if status == 200:
             parse = parse_generate if self.tokens_in_tokens_out else parse_completions
-            return parse(answer, prompt_ids, k=self.k, version=version)
+            turn = parse(answer, prompt_ids, k=self.k, version=version, labelled=self.labelled)
+            if self.adapter:  # the server's own account is of the base model
+                turn.versions[:] = version
+            return turn
         message = _server_message(answer)
+        if self.adapter and status == 404:  # a server that was restarted; the next sync loads it
+            raise BadAnswer(f"HTTP {status}: {message}")
         # Without --enable-scale-out the endpoint answers 403; an older vLLM has no such path.
         if self.tokens_in_tokens_out and status in (403, 404, 405):
             raise _NoGenerateEndpoint(f"HTTP {status} from {path}: {message}")

@@ -55,7 +55,7 @@ class Config:
     chat_template_kwargs: dict | None = None  # further arguments of apply_chat_template, as JSON
 
     # --- the server
-    vllm_server_base_url: str = "http://localhost:8000"  # its address
+    vllm_server_base_url: str = "http://localhost:8000"  # its address; several: with commas
     vllm_server_timeout: float = 1800.0  # seconds for start-up, a generation request, a sync call
 
     # --- the loss

@@ -26,6 +26,8 @@ from packing import Row
 from sync import together
 from worker import RolloutWorker
 
+SYNC_AGAIN = "sync again"  # from next(): a server lacks the weights, so no samples come from it
+
 
 @dataclass
 class Share:
@@ -71,9 +73,9 @@ def shares(plan, config, world_size, epoch=math.nan):
 
 
 def scatter(plan, config, epoch=math.nan):
-    """Rank 0's plan as this rank's Share, None at the end. Collective."""
-    all_shares, mine = [None] * dist.get_world_size(), [None]
-    if plan is not None:
+    """Rank 0's plan as this rank's Share; None and SYNC_AGAIN go as they are. Collective."""
+    all_shares, mine = [plan] * dist.get_world_size(), [None]
+    if plan is not None and plan is not SYNC_AGAIN:
         all_shares = shares(plan, config, dist.get_world_size(), epoch)
     dist.scatter_object_list(mine, all_shares, src=0)
     return mine[0]
@@ -107,7 +109,19 @@ class Feed:
     `resumed` is the state() that a checkpoint was saved with.
     """
 
-    def __init__(self, config, task, policy, tokenizer, model_path, budget, pad, run, resumed=None):
+    def __init__(
+        self,
+        config,
+        task,
+        policy,
+        tokenizer,
+        model_path,
+        budget,
+        pad,
+        run,
+        adapter_name,
+        resumed=None,
+    ):
         self.config, self.budget, self.pad = config, budget, pad
         resumed = resumed or {"step": 0, "num_tokens": 0, "next_prompt": 0, "used": []}
         self.plan, self.step, self.n_tokens = None, resumed["step"], resumed["num_tokens"]
@@ -125,6 +139,7 @@ class Feed:
             "model_path": model_path,
             "model_name": config.model,
             "eos_token_ids": model.end_token_ids(policy.model, tokenizer),
+            "adapter_name": adapter_name,
         }
         wants_told = config.dump_rollouts or "trackio" in config.report_to
         if config.dump_rollouts:
@@ -134,7 +149,11 @@ class Feed:
             self.evaluation = Evaluation(config, tasks.load_eval_task(config, task), run, **names)
         options = asdict(config) | {"dump_rollouts": wants_told}
         self.worker = RolloutWorker(
-            options, task, **names, start_index=self.next_prompt, used=frozenset(self.used)
+            options,
+            task,
+            **names,
+            start_index=self.next_prompt,
+            used=frozenset(self.used),
         )
         self.worker.set_allowance(max(config.max_staleness, 1) * rows * budget)
         self.worker.start()
@@ -165,20 +184,24 @@ class Feed:
         version = (step - 1) // self.config.weight_sync_steps
         return version - int(sample.versions[sample.trained].min())
 
-    def next(self):
-        """The next step's samples of this rank, or None at the end. Every rank calls it."""
+    def next(self, must_sync=lambda: False):
+        """The next step's samples of this rank, None at the end, or SYNC_AGAIN if rank 0's
+        must_sync(), asked once a second of waiting, says so. Every rank calls it."""
         if self.planner:
-            self.plan = self._wait()
-            self._use_prompts()
+            self.plan = self._wait(must_sync)
+            if self.plan is not SYNC_AGAIN:
+                self._use_prompts()
         self.share = scatter(self.plan, self.config, self.epoch)
         return self.share
 
-    def _wait(self):
+    def _wait(self, must_sync):
         while True:
             self.worker.check()
             try:
                 plan = self.planner.next(timeout=1.0)
             except TimeoutError:
+                if must_sync():
+                    return SYNC_AGAIN
                 continue
             # Whatever was pulled for this step is trained or dropped now: no longer ahead of us.
             pulled = self.pulled_tokens
@@ -286,6 +309,8 @@ class Replay:
     and rows, so the losses and gradients too, if the model and the options are the same. It may
     have another number of processes. There is no server to sync, and rewards are not logged."""
 
+    worker = None
+
     def __init__(self, config, pad, resumed=None):
         self.config, self.pad = config, pad
         resumed = resumed or {"step": 0, "num_tokens": 0}
@@ -294,7 +319,7 @@ class Replay:
         self.budget = together(lambda: dump.read_step(files[0]).token_budget)
         self.files = iter(files[resumed["step"] :])
 
-    def next(self):
+    def next(self, must_sync=None):
         if dist.get_rank() == 0:
             file = next(self.files, None)
             self.plan = file and self._plan(dump.read_step(file))

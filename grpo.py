@@ -56,10 +56,12 @@ import tasks
 import update
 from config import Config, configure, parse_command_line, print_help
 from diagnosis import LIMITS, diagnose
-from feed import Feed, Replay
+from feed import SYNC_AGAIN, Feed, Replay
 from hub import Hub
 from metrics import Metrics, applicable, compare
 from rollout import reward_name
+from server import Fleet, ServerError
+from weights import Weights
 
 # -------------------------------------------------------------------------------------- preparation
 
@@ -79,6 +81,7 @@ def prepare(argv, plan_path):
         "LOGPROBS": config.num_sampler_logprobs + 1,  # the token endpoint counts the sampled one
         "TOP_K": config.top_k or "",
         "SERVER_DTYPE": "float16" if config.fp16 else "bfloat16",
+        "LORA_SLOTS": config.max_staleness + 2,  # adapters that a LoRA run has registered at most
         "TRAIN_PROCESSES": config.num_train_processes or "",
         "SERVER_URL": config.vllm_server_base_url if theirs or config.replay else "",
     }
@@ -100,7 +103,7 @@ def check(config, task):
     checkpoint.find(config)
 
 
-def open_run(config, task, server, resumed_from):
+def open_run(config, task, fleet, resumed_from):
     """Make the run folder (config, command, stack, git state, task file) and point runs/latest at
     it. -> its path. A resumed run goes on in its checkpoint's folder unless it is given another."""
     new = f"runs/{Path(config.env).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -116,7 +119,7 @@ def open_run(config, task, server, resumed_from):
         "processes": dist.get_world_size(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "python": platform.python_version(),
-        "vllm": None if config.replay else server.call("GET", "/version")["version"],
+        "vllm": None if config.replay else fleet.servers[0].call("GET", "/version")["version"],
         "cuda": torch.version.cuda,
         "resumed_from": resumed_from and str(resumed_from),
         **{name: installed(name) for name in ("torch", "transformers", "numpy")},
@@ -156,9 +159,9 @@ def train(config, task):
     with one_line_errors():
         resumed_from = sync.together(lambda: checkpoint.find(config) if first else None)
         resumed = checkpoint.load_state(resumed_from) if resumed_from else None
-        server = sync.VllmServer(config.vllm_server_base_url, config.vllm_server_timeout)
+        fleet = Fleet(config.vllm_server_base_url.split(","), config.vllm_server_timeout)
         talks = first and not config.replay  # a replay trains from files, without a server
-        info = sync.together(lambda: connect(server, config) if talks else None)
+        info = sync.together(lambda: connect(fleet, config) if talks else None)
         model_path = model.resolve_model(config.model)
         tokenizer = model.load_tokenizer(config, model_path)
         policy = model.load_policy(config, model_path, device)
@@ -190,14 +193,16 @@ def train(config, task):
 
     # The first thing done is a sync: a server that cannot take weights, or whose log-probs differ,
     # is found before anything is generated; and a server that has seen another run starts anew.
+    run = sync.together(lambda: open_run(config, task, fleet, resumed_from) if first else None)
     version, sender, difference = done // config.weight_sync_steps, None, math.nan
     if not config.replay:
-        sender = sync.make_sender(server, info, sync.Weights(policy.model, info.dtype, tied=tied))
         with one_line_errors():
-            sync.sync_weights(server, sender, version)
-            difference = check_sync(policy, tokenizer, server, info, config, device)
+            weights = Weights(policy.model, info.dtype, tied=tied)
+            staleness = config.max_staleness
+            sender = sync.make_sender(fleet, weights, output_dir=run, max_staleness=staleness)
+            sync.sync_weights(fleet, sender, version)
+            difference = check_sync(policy, tokenizer, fleet, sender, version, info, config, device)
 
-    run = sync.together(lambda: open_run(config, task, server, resumed_from) if first else None)
     metrics = Metrics(
         run if first else None,
         report_to=config.report_to,
@@ -213,7 +218,24 @@ def train(config, task):
     saves = checkpoint.Checkpoints(run, policy, optimizer, config)
     if resumed:
         saves.resume(resumed)
-    feed = replay or Feed(config, task, policy, tokenizer, model_path, budget, pad, run, resumed)
+    feed = replay or Feed(
+        config,
+        task,
+        policy,
+        tokenizer,
+        model_path,
+        budget,
+        pad,
+        run,
+        sender.adapter_name,
+        resumed,
+    )
+    if feed.worker:
+        sender.oldest_in_use = feed.worker.oldest_version
+
+    def must_sync():  # asked while the loop waits for samples
+        return sync.behind(fleet, sender, version)
+
     try:
         for step in itertools.count(done + 1):
             if config.max_steps > 0 and step > config.max_steps:
@@ -222,7 +244,8 @@ def train(config, task):
 
             # ---- 1 wait --------------------------------------------------------------------------
             with clock("perf/rollout_wait_s"):
-                share = feed.next()
+                while (share := feed.next(must_sync)) == SYNC_AGAIN:
+                    sync.sync_through_restart(fleet, sender, version)
             if share is None:  # the prompts have ended
                 break
 
@@ -251,10 +274,12 @@ def train(config, task):
             # ---- 4 sync --------------------------------------------------------------------------
             if feed.sync_due(step):
                 old, new, every = version, step // config.weight_sync_steps, config.check_sync_every
-                metrics.extend(records(sync.sync_weights(server, sender, new)))
+                metrics.extend(records(sync.sync_through_restart(fleet, sender, new)))
                 version = new  # only now: the server has acknowledged it
                 if every and new // every > old // every:
-                    difference = check_sync(policy, tokenizer, server, info, config, device)
+                    difference = check_sync(
+                        policy, tokenizer, fleet, sender, version, info, config, device
+                    )
                     metrics.record("sampling/sync_check_max", difference)
             feed.trained(version)
 
@@ -334,18 +359,18 @@ def start_distributed(config):
     return device
 
 
-def connect(server, config):
-    """Wait for the server and refuse one that cannot serve this run."""
+def connect(fleet, config):
+    """Wait for the servers and refuse one that cannot serve this run."""
     told = 0
 
-    def progress(waited_s):
+    def progress(server, waited_s):
         nonlocal told
         if waited_s - told >= 10:
             told = waited_s
             say(f"waiting for the vLLM server at {server.url} ({waited_s:.0f} s)")
 
-    server.wait_until_ready(progress)
-    return server.check(
+    fleet.wait_until_ready(progress)
+    return fleet.check(
         config.model,
         num_sampler_logprobs=config.num_sampler_logprobs,
         min_model_len=config.max_completion_length + 1,
@@ -353,8 +378,8 @@ def connect(server, config):
     )
 
 
-def check_sync(policy, tokenizer, server, info, config, device):
-    """Do server and trainer agree on a fixed text? Collective; -> largest log-prob difference.
+def check_sync(policy, tokenizer, fleet, sender, version, info, config, device):
+    """Do servers and trainer agree on a fixed text? Collective; -> largest log-prob difference.
 
     The text is longer than one block of the server's prefix cache, so that a cache of older weights
     would show.
@@ -369,7 +394,8 @@ def check_sync(policy, tokenizer, server, info, config, device):
             return policy(row, tree, temperature=1.0)[0][:, 0]
 
     dtypes = (info.dtype, config.compute_dtype)
-    return sync.check_sync(server, config.model, prompt, trainer_log_probs, dtypes=dtypes)
+    name = sender.adapter_name.format(version=version) if sender.adapter_name else config.model
+    return sync.check_sync(fleet, name, prompt, trainer_log_probs, dtypes=dtypes)
 
 
 def text_sample(ids):
@@ -466,7 +492,7 @@ def one_line_errors():
     """Set-up mistakes end the process with their message: a traceback would bury the remedy."""
     try:
         yield
-    except (ValueError, TypeError, TimeoutError, sync.ServerError, sync.WeightSyncError) as error:
+    except (ValueError, TypeError, TimeoutError, ServerError, sync.WeightSyncError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -23,7 +23,7 @@ Versions: 0 are the weights that the server starts with. The trainer announces a
 the server has acknowledged it; each token is labelled by the server's own account if it gives one.
 
 The process around the loop is worker.py, what it learns from tasks.py, one conversation chat.py.
-Left out: tools and environments, several servers, evaluation.
+Left out: tools and environments, evaluation.
 Test: pytest tests/test_rollout.py
 """
 
@@ -47,6 +47,7 @@ import numpy as np
 
 import chat
 import dump
+from samplers import Samplers, Stale
 
 EQUAL_REWARDS = 1e-6  # max - min: a std of float rewards that are all 0.1 is not exactly 0
 STD_EPSILON = 1e-8  # the spec's, in the advantage's denominator
@@ -209,6 +210,7 @@ class Slot(enum.IntEnum):
     STOP = enum.auto()  # 1: come to an end
     BEAT = enum.auto()  # counts up while the worker's event loop runs
     EVALUATIONS = enum.auto()  # asked for so far; only an evaluation's worker looks (evaluate.py)
+    OLDEST = enum.auto()  # the oldest version that a request samples from
 
 
 # ---------------------------------------------------------------------------- in the worker process
@@ -289,26 +291,34 @@ class RolloutLoop:
         shared,
         send,
         used=frozenset(),
+        adapter_name=None,
     ):
         self.config, self.task, self.tokenizer = config, task, tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
         self.start_index, self.used = start_index, used  # the first prompt; those to leave out
         self.rollout_timeout_s = config.rollout_timeout_s or config.vllm_server_timeout
         centered = config.score_centering and config.loss == "grpo"
-        self.sampler = chat.Sampler(
-            config.vllm_server_base_url,
-            model_name,
-            max_tokens=config.max_completion_length,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            min_p=config.min_p,
-            num_logprobs=config.num_sampler_logprobs if centered else 0,
-            eos_token_ids=eos_token_ids,
-            timeout_s=config.vllm_server_timeout,
-            # A resumed run starts elsewhere, so that it does not draw the first replies again.
-            seed=int(np.random.SeedSequence([config.seed, start_index]).generate_state(1)[0]),
-        )
+        samplers = [
+            chat.Sampler(
+                url,
+                model_name,
+                max_tokens=config.max_completion_length,
+                temperature=config.temperature,
+                top_p=config.top_p,
+                top_k=config.top_k,
+                min_p=config.min_p,
+                num_logprobs=config.num_sampler_logprobs if centered else 0,
+                eos_token_ids=eos_token_ids,
+                timeout_s=config.vllm_server_timeout,
+                # A resumed run starts elsewhere: it must not draw the first replies again.
+                seed=int(
+                    np.random.SeedSequence([config.seed, start_index, i]).generate_state(1)[0]
+                ),
+                adapter=adapter_name,
+            )
+            for i, url in enumerate(config.vllm_server_base_url.split(","))
+        ]
+        self.sampler = Samplers(samplers, lambda: self.version, config.max_staleness)
         self.load_limit = LoadLimit(config.max_concurrent_rollouts, config.max_concurrent_rollouts)
         self.records = []  # (name, value, weight) since the last message
         self.stories = []  # dump.stories since then
@@ -493,6 +503,7 @@ class RolloutLoop:
         """(Rollout, its Samples, drifts), or None if it failed twice. Some failures end the run."""
         failures = 0
         while True:
+            self.sampler.pin()
             try:
                 async with asyncio.timeout(self.rollout_timeout_s) as limit:
                     rollout = await self.generate_one(group.row["prompt"], [], group.group_id)
@@ -503,6 +514,9 @@ class RolloutLoop:
                 return rollout, samples, drifts
             except (chat.RequestRefused, chat.ServerLost):
                 raise
+            except Stale:
+                self.record("sample/dropped_stale_count", 1)
+                return None
             except Exception as error:
                 if isinstance(error, TimeoutError) and self.sampler.down_since is not None:
                     # Not a try: the server is away, for which the sampler has a limit of its own.
@@ -650,6 +664,7 @@ class RolloutLoop:
         """Heartbeat and stop flag. It waits for nothing else."""
         while not self._shared[Slot.STOP]:
             self._shared[Slot.BEAT] += 1
+            self._shared[Slot.OLDEST] = self.sampler.stop_stale()
             await asyncio.sleep(0.1)
         raise _Stopped
 

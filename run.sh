@@ -7,7 +7,8 @@
 #   TRAIN_GPUS=1 VLLM_GPUS=0         which GPUs train and which serve; by default the second and first half
 #   PORT=N MAX_MODEL_LEN=N           the server's port (default: a free one) and longest prompt +
 #                                    completion
-#   VLLM_ARGS="..."                  more options for the server
+#   VLLM_ARGS="..."                  more options for the server; with --enable-lora in them a LoRA
+#                                    run sends its adapter, not the merged weights
 #   PYTHON=python3.12                this interpreter as it is; nothing is installed
 # With --vllm_server_base_url URL the server is yours: nothing is started.
 set -euo pipefail
@@ -83,7 +84,7 @@ case " ${options[*]} " in *" --help "* | *" -h "*) exec "$python" grpo.py --help
 plan=$(mktemp)
 trap 'rm -f "$plan"' EXIT
 "$python" grpo.py --prepare "$plan" ${options[@]+"${options[@]}"}
-# MODEL_PATH MODEL_NAME HYBRID (or empty) SERVER_DTYPE LOGPROBS TOP_K (empty: all tokens)
+# MODEL_PATH MODEL_NAME HYBRID (or empty) SERVER_DTYPE LOGPROBS TOP_K (empty: all tokens) LORA_SLOTS
 # TRAIN_PROCESSES (empty: all) SERVER_URL (empty: ours to start)
 . "$plan"
 [ ! -d "$MODEL_PATH" ] || export HF_HUB_OFFLINE=1 # a folder needs no hub
@@ -119,6 +120,12 @@ print(s.getsockname()[1])')}
     --logprobs-mode processed_logprobs --max-logprobs "$LOGPROBS" --enable-scale-out
     --worker-extension-cls sync.WorkerExtension)
   export VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1
+  api_servers=8
+  if [[ " ${VLLM_ARGS:-} " == *" --enable-lora "* ]]; then
+    export VLLM_ALLOW_RUNTIME_LORA_UPDATING=1
+    api_servers=1 # each would have a list of adapters of its own, so vLLM refuses more
+    flags+=(--max-loras "$LORA_SLOTS")
+  fi
   if [ "$gpus" -gt 0 ]; then
     [ "$gpus" -gt 1 ] || [ -n "${TRAIN_GPUS:-}" ] || {
       echo "run.sh: one GPU cannot both serve and train (NCCL refuses two processes on one device); on two"
@@ -127,7 +134,8 @@ print(s.getsockname()[1])')}
     }
     vllm_gpus=${VLLM_GPUS:-$(gpu_list 0 $((gpus / 2 - 1)))}
     train_gpus=${TRAIN_GPUS:-$(gpu_list $((gpus / 2)) $((gpus - 1)))}
-    flags+=(--max-model-len "${MAX_MODEL_LEN:-4096}" --api-server-count 8 --dtype "$SERVER_DTYPE"
+    flags+=(--max-model-len "${MAX_MODEL_LEN:-4096}" --api-server-count "$api_servers"
+      --dtype "$SERVER_DTYPE"
       --weight-transfer-config '{"backend":"nccl"}')
     if [ -n "$TOP_K" ]; then # the candidate set of each token; only this runner returns it
       flags+=(--return-sampling-mask)

@@ -132,6 +132,7 @@ class RolloutWorker:
         start_index: int = 0,  # first prompt in the run's order that is not used up
         used: frozenset[int] = frozenset(),  # those above it that are
         evaluates: bool = False,  # evaluates when asked, instead of making samples (evaluate.py)
+        adapter_name: str | None = None,  # what is sampled, with {version} in it, if not the model
     ):
         check_task(task)
         twice = sorted(config.keys() & (vars(task.options).keys() if task.options else ()))
@@ -148,6 +149,7 @@ class RolloutWorker:
             "start_index": start_index,
             "used": frozenset(used),
             "evaluates": evaluates,
+            "adapter_name": adapter_name,
         }
         self._context = multiprocessing.get_context("spawn")
         self._shared = self._context.RawArray(ctypes.c_int64, len(Slot))
@@ -198,6 +200,10 @@ class RolloutWorker:
         """There are no more prompts and every sample has been taken."""
         with self._ready:
             return self._done and not self._samples
+
+    def oldest_version(self) -> int:
+        """The oldest version that a request samples from; the newest if none is in flight."""
+        return self._shared[Slot.OLDEST]
 
     def set_version(self, version: int) -> None:
         """The server has acknowledged these weights."""

@@ -35,7 +35,7 @@ from worker import RolloutWorker
 EOS = 2
 OPTIONS = dict(
     num_generations=4, max_completion_length=8, temperature=0.7, top_p=1.0, top_k=0, min_p=None,
-    chat_template_kwargs=None, vllm_server_timeout=20.0, num_sampler_logprobs=2,
+    chat_template_kwargs=None, vllm_server_timeout=20.0, num_sampler_logprobs=2, max_staleness=4,
     score_centering=True, max_concurrent_rollouts=64, rollout_worker_timeout=20.0,
     rollout_timeout_s=None, num_train_epochs=1.0, max_steps=-1, seed=42, data_seed=None,
     train_sampling_strategy="sequential", loss="grpo", trust_remote_code=False,

@@ -6,7 +6,10 @@ server (what every rank learns), and a real CPU vLLM against transformers on the
 
 import contextlib
 import copy
+import importlib.util
 import json
+import os
+import queue
 import re
 import sys
 import threading
@@ -14,6 +17,7 @@ import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -21,9 +25,13 @@ import requests
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from conftest import make_tokenizer, start_server, stop_server
 from torch import nn
 
 import sync
+import transfer
+import weights
+from server import Fleet, ServerError, VllmServer
 
 # ------------------------------------------------------------------------------ a server that lies
 
@@ -68,12 +76,13 @@ class Lies(BaseHTTPRequestHandler):
         if lie == "never":
             return state.closing.wait(30)
         if lie == "die":
+            state.lies = dict.fromkeys(SYNC_CALLS, "die") | state.lies
             state.shutdown_request(self.request)
-            state.lies = dict.fromkeys(SYNC_CALLS, "die")
             return None
         if lie == "refuse":
             return self.answer({"status": "running"})
-        return self.answer(state.act(path, body))
+        answer = state.act(path, body)
+        return self.answer(*answer) if isinstance(answer, tuple) else self.answer(answer)
 
     def answer(self, body, status=200):
         data = json.dumps(body).encode()
@@ -108,11 +117,15 @@ class LyingServer(ThreadingHTTPServer):
         if path == "/collective_rpc":
             time.sleep(self.load_s)
             assert self.paused
-            if body["method"] == "espalier_restore":
-                return {"results": [None]}
-            path, manifest = body["kwargs"]["path"], body["kwargs"]["manifest"]
-            file = torch.frombuffer(bytearray(open(path, "rb").read()), dtype=torch.uint8)
-            self.received = {name: sync.view_tensor(file, *entry) for name, *entry in manifest}
+            if body["method"] == "espalier_load_weights":
+                file = open(body["kwargs"]["path"], "rb").read()
+                file = torch.frombuffer(bytearray(file), dtype=torch.uint8)
+                entries = transfer.read_manifest(body["kwargs"]["manifest"])
+                (layout,) = weights.cut(entries, sys.maxsize)
+                self.received = {
+                    entry.name: weights.view_tensor(file, entry, offset)
+                    for entry, offset in zip(layout.entries, layout.offsets, strict=True)
+                }
             return {"results": [None]}
         if path == "/update_weight_version":
             self.version = body["new_version"]
@@ -122,6 +135,7 @@ class LyingServer(ThreadingHTTPServer):
             "/server_info": self.info,
             "/v1/models": {"data": [{"id": "tiny"}]},
             "/get_world_size": {"world_size": 1},
+            "/weight_info": {"weight_version": self.version},
         }.get(path, {})
 
     def close(self):
@@ -162,23 +176,22 @@ class Tree(nn.Module):
         self.model.layers[1].requires_grad_(not frozen_layer)
 
 
-def file_sender(liar, timeout_s=5.0, **weights):
-    server = sync.VllmServer(liar.url, timeout_s)
-    return server, sync.FileSender(server, sync.Weights(Tree(), torch.bfloat16, **weights))
+def file_sender(liar, timeout_s=5.0, **options):
+    fleet = Fleet([liar.url], timeout_s)
+    return fleet, sync.FileSender(fleet, sync.Weights(Tree(), torch.bfloat16, **options))
 
 
 def shared_files(folder="/dev/shm"):
-    from pathlib import Path
-
-    return sorted(path.name for path in Path(folder).glob("espalier-weights-*"))
+    """What this process left there; several test runs may share the machine."""
+    return sorted(path.name for path in Path(folder).glob(f"espalier-weights-{os.getpid()}-*"))
 
 
 # ------------------------------------------------------------------------------------ one process
 
 
 def test_a_sync_makes_its_calls_in_order_and_delivers_every_bit(liar):
-    server, sender = file_sender(liar)
-    seconds = sync.sync_weights(server, sender, 7)
+    fleet, sender = file_sender(liar)
+    seconds = sync.sync_weights(fleet, sender, 7)
     assert liar.calls == SYNC_CALLS
     assert liar.version == "7" and not liar.paused and not shared_files()
     sent = dict(Tree().named_parameters())
@@ -197,8 +210,8 @@ def test_a_sync_makes_its_calls_in_order_and_delivers_every_bit(liar):
 
 
 def test_the_file_is_written_before_generation_is_paused(liar):
-    server, sender = file_sender(liar)
-    sender.stage()
+    fleet, sender = file_sender(liar)
+    sender.stage(1)
     assert liar.calls == [] and len(shared_files()) == 1
     sender.release(failed=True)
     assert not shared_files()
@@ -206,10 +219,10 @@ def test_the_file_is_written_before_generation_is_paused(liar):
 
 @pytest.mark.parametrize("path", SYNC_CALLS)
 def test_a_500_at_any_call_raises_and_names_it(liar, path):
-    server, sender = file_sender(liar)
+    fleet, sender = file_sender(liar)
     liar.lies = {path: "500"}
     with pytest.raises(RuntimeError) as caught:
-        sync.sync_weights(server, sender, 1)
+        sync.sync_weights(fleet, sender, 1)
     assert f"POST {liar.url}{path}: answered 500, out of luck" in str(caught.value)
     assert liar.calls[-1] == "/resume" and not shared_files()
     assert liar.paused == (path == "/resume")
@@ -217,17 +230,17 @@ def test_a_500_at_any_call_raises_and_names_it(liar, path):
     assert liar.version == ("1" if path == "/resume" else "0")
     # A second attempt starts from scratch.
     liar.lies = {}
-    sync.sync_weights(server, sender, 1)
+    sync.sync_weights(fleet, sender, 1)
     assert liar.version == "1" and not liar.paused
 
 
 @pytest.mark.parametrize("path", SYNC_CALLS)
 def test_a_call_that_is_never_answered_raises_within_the_timeout(liar, path):
-    server, sender = file_sender(liar, timeout_s=0.3)
+    fleet, sender = file_sender(liar, timeout_s=0.3)
     liar.lies = {path: "never"}
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=f"{path}: no answer within 0.3 s"):
-        sync.sync_weights(server, sender, 1)
+        sync.sync_weights(fleet, sender, 1)
     # One timeout, and a second one where it is /resume that never answers.
     assert time.monotonic() - start < 1.5
     assert liar.calls[-1] == "/resume" and not shared_files()
@@ -236,34 +249,34 @@ def test_a_call_that_is_never_answered_raises_within_the_timeout(liar, path):
 
 @pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/update_weight_version"])
 def test_a_server_that_dies_in_the_middle_raises_the_first_error(liar, path):
-    server, sender = file_sender(liar)
+    fleet, sender = file_sender(liar)
     liar.lies = {path: "die"}
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=f"POST {liar.url}{path}: ") as caught:
-        sync.sync_weights(server, sender, 1)
-    assert time.monotonic() - start < 2 and liar.version == "0" and not shared_files()
+        sync.sync_weights(fleet, sender, 1)
+    assert time.monotonic() - start < 5 and liar.version == "0" and not shared_files()
     assert "/resume" in caught.value.__notes__[0]  # ... and what became of the attempt to resume
 
 
 def test_a_refused_pause_stops_the_sync_before_any_weight_is_loaded(liar):
-    server, sender = file_sender(liar)
+    fleet, sender = file_sender(liar)
     liar.lies = {"/pause": "refuse"}
-    with pytest.raises(sync.ServerError, match="/pause: did not pause.*running"):
-        sync.sync_weights(server, sender, 1)
+    with pytest.raises(ServerError, match="/pause: did not pause.*running"):
+        sync.sync_weights(fleet, sender, 1)
     assert liar.calls == ["/pause", "/resume"] and liar.version == "0"
 
 
 def test_caches_that_cannot_be_reset_are_an_error(liar):
-    server, sender = file_sender(liar)
+    fleet, sender = file_sender(liar)
     liar.act, true = lambda *call: {} if "reset" in call[0] else true(*call), liar.act
-    with pytest.raises(sync.ServerError, match="/reset_prefix_cache: not reset"):
-        sync.sync_weights(server, sender, 1)
+    with pytest.raises(ServerError, match="/reset_prefix_cache: not reset"):
+        sync.sync_weights(fleet, sender, 1)
     assert liar.version == "0" and not liar.paused
 
 
 def test_a_full_shared_memory_falls_back_to_disk_and_a_full_disk_is_an_error(monkeypatch, tmp_path):
-    monkeypatch.setattr(sync.tempfile, "gettempdir", lambda: str(tmp_path))
-    reserve, asked = sync.os.posix_fallocate, []
+    monkeypatch.setattr(transfer.tempfile, "gettempdir", lambda: str(tmp_path))
+    reserve, asked = transfer.os.posix_fallocate, []
 
     def no_room_at_first(handle, offset, size):
         asked.append(size)
@@ -271,24 +284,24 @@ def test_a_full_shared_memory_falls_back_to_disk_and_a_full_disk_is_an_error(mon
             raise OSError(28, "No space left on device")
         reserve(handle, offset, size)
 
-    monkeypatch.setattr(sync.os, "posix_fallocate", no_room_at_first)
-    path = sync.reserve_file(1000)
+    monkeypatch.setattr(transfer.os, "posix_fallocate", no_room_at_first)
+    path = transfer.reserve_file(1000)
     assert path.startswith(str(tmp_path)) and not shared_files()
     with pytest.raises(sync.WeightSyncError, match="no room for 1000000.00 GB"):
-        sync.reserve_file(10**15)
+        transfer.reserve_file(10**15)
     assert not shared_files() and len(shared_files(tmp_path)) == 1
 
 
 def test_waiting_for_a_server_that_is_not_there_ends_with_the_remedy():
     told = []
-    server = sync.VllmServer("http://127.0.0.1:9", 0.3)
+    server = VllmServer("http://127.0.0.1:9", 0.3)
     with pytest.raises(TimeoutError, match=r"127.0.0.1:9 within 0.3 s.*--vllm_server_timeout"):
         server.wait_until_ready(told.append)
     assert told and told[0] < 0.3
 
 
 def test_a_server_that_answers_is_ready_at_once(liar):
-    sync.VllmServer(liar.url, 5).wait_until_ready()
+    VllmServer(liar.url, 5).wait_until_ready()
     assert liar.calls == ["/health"]
 
 
@@ -306,7 +319,7 @@ def test_a_server_that_answers_is_ready_at_once(liar):
 def test_a_server_that_cannot_serve_the_run_is_refused_with_the_remedy(
     liar, section, key, value, remedy
 ):
-    server = sync.VllmServer(liar.url, 5)
+    server = VllmServer(liar.url, 5)
     server.check("tiny", num_sampler_logprobs=8, min_model_len=100)
     liar.info["vllm_config"][section][key] = value
     with pytest.raises(ValueError, match=remedy) as caught:
@@ -315,11 +328,11 @@ def test_a_server_that_cannot_serve_the_run_is_refused_with_the_remedy(
 
 
 def test_a_server_with_another_model_or_without_dev_mode_is_refused(liar):
-    server = sync.VllmServer(liar.url, 5)
+    server = VllmServer(liar.url, 5)
     with pytest.raises(ValueError, match="serves tiny, not other.*--served-model-name other"):
         server.check("other", num_sampler_logprobs=8)
     liar.lies = {"/server_info": "500"}
-    with pytest.raises(sync.ServerError, match="/server_info: answered 500"):
+    with pytest.raises(ServerError, match="/server_info: answered 500"):
         server.check("tiny", num_sampler_logprobs=8)
 
     Lies.answer, true = lambda self, *_: true(self, {"detail": "Not Found"}, 404), Lies.answer
@@ -331,7 +344,7 @@ def test_a_server_with_another_model_or_without_dev_mode_is_refused(liar):
 
 
 def test_another_compute_dtype_is_a_warning(liar):
-    server = sync.VllmServer(liar.url, 5)
+    server = VllmServer(liar.url, 5)
     with pytest.warns(UserWarning, match="bfloat16 and the trainer in torch.float32"):
         info = server.check("tiny", num_sampler_logprobs=8, compute_dtype=torch.float32)
     assert info.dtype == torch.bfloat16 and info.on_cpu
@@ -347,11 +360,57 @@ def test_names_are_the_checkpoints_under_any_wrapper():
     policy.inner = Tree()
     layers = policy.inner.model.layers
     layers[0], layers[1] = checkpoint_wrapper(layers[0]), checkpoint_wrapper(layers[1])
-    weights = sync.Weights(policy, torch.float32, prefix="inner.")
-    assert [name for name, _ in weights] == [name for name, _ in Tree().named_parameters()]
-    assert [entry.name for entry in weights.metadata()] == [name for name, _ in weights]
+    sent = sync.Weights(policy, torch.float32, prefix="inner.")
+    assert [name for name, _ in sent] == [name for name, _ in Tree().named_parameters()]
+    assert [entry.name for entry in sent.metadata()] == [name for name, _ in sent]
     compiled = "model.layers.0._orig_mod._checkpoint_wrapped_module.mlp.up_proj.weight"
-    assert sync.checkpoint_name(compiled) == "model.layers.0.mlp.up_proj.weight"
+    assert weights.checkpoint_name(compiled) == "model.layers.0.mlp.up_proj.weight"
+
+
+def test_a_frozen_vision_tower_is_not_sent_and_the_language_model_has_the_checkpoints_names(
+    tmp_path,
+):
+    from safetensors.torch import load_file
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+    text = {
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_parameters": rope,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    vision |= {"out_hidden_size": 64, "fullatt_block_indexes": [0]}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert any("visual" in name for name in saved)
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32)
+    model.model.visual.requires_grad_(False)
+    # In the model they are called model.language_model.layers..., in the checkpoint model.layers...
+    sent = dict(sync.Weights(model, torch.float32, tied=True))
+    assert sent.keys() == {name for name in saved if "visual" not in name}
+    for name, tensor in sent.items():
+        assert torch.equal(tensor, saved[name])
+
+
+def test_stacked_experts_are_sent_one_by_one_as_a_checkpoint_has_them(tmp_path):
+    from safetensors.torch import load_file
+
+    model = tiny_moe()
+    assert "model.layers.0.mlp.experts.gate_up_proj" in dict(model.named_parameters())
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    sent = dict(sync.Weights(model, torch.float32))
+    assert sent.keys() == saved.keys() and "model.layers.1.mlp.experts.3.up_proj.weight" in sent
+    for name, tensor in sent.items():
+        assert torch.equal(tensor, saved[name])
 
 
 def test_a_tied_head_is_not_sent_and_a_frozen_layer_neither():
@@ -375,9 +434,12 @@ def test_only_a_wholly_trained_model_lets_the_server_insist_on_every_weight():
 
 
 class Scorer:
-    """Stands in for the server: prompt log-probs -1 each, sampled ones -2 each."""
+    """Stands in for the only server: prompt log-probs -1 each, sampled ones -2 each."""
 
     url = "http://scorer"
+
+    def each(self, step):
+        return {self: step(self)}
 
     def sample(self, model_name, ids, n_tokens):
         return [5] * n_tokens, [-2.0] * n_tokens
@@ -415,143 +477,406 @@ def test_the_bound_follows_the_coarser_dtype():
         prove([-1.4, -1.4, -2.4, -2.4], torch.bfloat16)
 
 
-# -------------------------------------------------------------------------------------- NCCL's rim
-# What sync.py puts around vLLM's engine, with an engine that waits where NCCL would.
+# ------------------------------------------------------------------------------------------- NCCL
+# Both ends of the wire in one process: a group whose broadcast is a queue, or waits as NCCL does.
 
 
-class FakeCommunicator:
-    """broadcast() waits for ever, as NCCL does, until the server receives or somebody aborts."""
+class FakeGroup:
+    """Rank 0's end and the worker's end of one NCCL group."""
 
-    device = None
-    comm = None
+    device = comm = None
 
-    def __init__(self, receiving):
-        self.receiving, self.disabled, self.nccl = receiving, False, self
+    def __init__(self):
+        self.sent, self.disabled, self.nccl = queue.SimpleQueue(), False, self
+        self.n_aborts = 0
 
-    def broadcast(self):
-        assert self.disabled or self.receiving.wait(10), "nobody freed the broadcast"
+    def broadcast(self, buffer, src, stream):
+        if stream == "worker":
+            received = self.sent.get(timeout=5)
+            assert len(received) == len(buffer)
+            return buffer.copy_(received)
+        return None if self.disabled else self.sent.put(buffer.clone())
 
     def ncclCommAbort(self, comm):
         assert self.disabled, "a thread could still enter"
-        self.receiving.set()
+        self.n_aborts += 1
 
 
-class FakeEngine:
-    made = []
+class FakeEvent:
+    """An event after a broadcast: passed when the server receives, or when somebody aborts."""
 
-    @classmethod
-    def trainer_init(cls, rendezvous, *, client, source):
-        engine = cls()
-        engine.client, engine.source = client, source
-        FakeEngine.made.append(engine)
-        with ThreadPoolExecutor(1) as pool:
-            joined = pool.submit(client.init_weight_transfer_engine, {"world_size": 2})
-            assert engine.server.joined.wait(3)  # NCCL: until all have come
-            joined.result()
-        engine.model_update_group = FakeCommunicator(engine.server.receiving)
-        return engine
+    def record(self, stream=None):
+        pass
 
-    def send_weights(self):
-        names = [entry.name for entry in self.source.metadata()]
-        self.client.start_weight_update()
-        with ThreadPoolExecutor(1) as pool:
-            update = pool.submit(self.client.update_weights, {"names": names})
-            for _ in self.source:
-                self.model_update_group.broadcast()
-            update.result()
-        self.client.finish_weight_update()
+    def query(self):
+        return True
+
+    def synchronize(self):
+        liar = FakeEvent.liar
+        deadline = time.monotonic() + 10
+        while not (liar.receiving.is_set() or liar.groups[-1].disabled):
+            assert time.monotonic() < deadline, "nobody freed the broadcast"
+            time.sleep(0.01)
 
 
 @pytest.fixture
 def nccl(liar, monkeypatch):
-    """-> (server, sender, names gathered in the last sync)."""
-    module = types.ModuleType("vllm.distributed.weight_transfer.nccl_engine")
-    module.NCCLTrainerWeightTransferEngine = FakeEngine
-    module.NCCLTrainerInitInfo = lambda **fields: fields
+    """-> sender(direct) of a liar with a GPU."""
+    common = types.ModuleType("nccl_common")
+    common.NCCLWeightTransferInitInfo = dict
+    common.worker_init_payload = dict
+
+    def trainer_init(rendezvous):
+        assert liar.joined.wait(3)  # NCCL: until all have come
+        liar.groups.append(FakeGroup())
+        return liar.groups[-1]
+
+    common.trainer_init = trainer_init
+    package = types.ModuleType("vllm.distributed.weight_transfer")
+    package.nccl_common = common
     for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    for name in ("current_device", "set_device", "synchronize"):
-        monkeypatch.setattr(torch.cuda, name, lambda *args: 0)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        monkeypatch.setitem(sys.modules, name, package)
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    for name, value in {
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "device": lambda device: contextlib.nullcontext(),
+        "Stream": lambda device: stream,
+        "current_stream": lambda: "worker",
+        "Event": FakeEvent,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    FakeEvent.liar = liar
+    liar.joined, liar.receiving, liar.groups = threading.Event(), threading.Event(), []
+    liar.requests = []
 
     def act(path, body):
         if path == "/init_weight_transfer_engine":
             liar.joined.set()
-        if path == "/update_weights":
+        if path == "/update_weights" or body.get("method") == "espalier_receive_weights":
             assert liar.paused
+            liar.requests.append(body.get("kwargs"))
             liar.receiving.set()
         return true(path, body)
 
     liar.act, true = act, liar.act
-    liar.joined, liar.receiving = threading.Event(), threading.Event()
-    FakeEngine.server, FakeEngine.made = liar, []
     liar.info["vllm_config"]["device_config"]["device"] = "cuda"
     liar.info["vllm_config"]["weight_transfer_config"] = {"backend": "nccl"}
-    gathered = []
 
-    class Watched(sync.Weights):
-        def __iter__(self):
-            gathered.clear()
-            for name, tensor in super().__iter__():
-                gathered.append(name)
-                yield name, tensor
+    def make(direct, model=None):
+        extension = "sync.WorkerExtension" if direct else ""
+        liar.info["vllm_config"]["parallel_config"]["worker_extension_cls"] = extension
+        fleet = Fleet([liar.url], 1.0)
+        info = fleet.check("tiny", num_sampler_logprobs=8)
+        sender = sync.make_sender(fleet, sync.Weights(model or Tree(), info.dtype))
+        assert isinstance(sender, sync.NcclSender) and sender.direct == direct
+        sender.device, sender.bucket_bytes = torch.device("cpu"), 200
+        liar.calls.clear()
+        return fleet, sender
 
-    server = sync.VllmServer(liar.url, 1.0)
-    info = server.check("tiny", num_sampler_logprobs=8)
-    liar.calls.clear()
-    return server, sync.make_sender(server, info, Watched(Tree(), info.dtype)), gathered
+    return make
 
 
-NCCL_CALLS = [
-    "/init_weight_transfer_engine",
-    "/pause",
-    "/start_weight_update",
-    "/update_weights",
-    "/finish_weight_update",
-    "/reset_prefix_cache",
-    "/reset_encoder_cache",
-    "/update_weight_version",
-    "/resume",
+def nccl_calls(direct):
+    update = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+    return [
+        "/init_weight_transfer_engine",
+        "/pause",
+        *(["/collective_rpc"] if direct else update),
+        "/reset_prefix_cache",
+        "/reset_encoder_cache",
+        "/update_weight_version",
+        "/resume",
+    ]
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_an_nccl_group_is_opened_once_and_then_reused(liar, nccl, direct):
+    fleet, sender = nccl(direct)
+    calls = nccl_calls(direct)
+    sync.sync_weights(fleet, sender, 1)
+    assert liar.calls == calls and liar.version == "1" and not liar.paused
+    sync.sync_weights(fleet, sender, 2)
+    assert liar.calls == calls + calls[1:] and liar.version == "2" and len(liar.groups) == 1
+    sender.close()
+    assert "/shutdown_weight_transfer_engine" in liar.calls
+
+
+NCCL_FAULTS = [
+    (direct, path)
+    for direct in (False, True)
+    for path in nccl_calls(direct)
+    if "weight" in path or "rpc" in path
 ]
 
 
-def test_an_nccl_group_is_opened_once_and_then_reused(liar, nccl):
-    server, sender, gathered = nccl
-    sync.sync_weights(server, sender, 1)
-    assert liar.calls == NCCL_CALLS and liar.version == "1" and not liar.paused
-    assert gathered == [name for name, _ in Tree().named_parameters()]
-    sync.sync_weights(server, sender, 2)
-    assert liar.calls == NCCL_CALLS + NCCL_CALLS[1:] and liar.version == "2"
-    sender.close()
-    assert liar.calls[-1] == "/shutdown_weight_transfer_engine"
-
-
 @pytest.mark.parametrize("lie", ["500", "never"])
-@pytest.mark.parametrize("path", [path for path in NCCL_CALLS if "weight" in path])
-def test_no_failed_call_leaves_a_rank_in_a_broadcast_or_a_gather(liar, nccl, path, lie):
-    server, sender, gathered = nccl
+@pytest.mark.parametrize(("direct", "path"), NCCL_FAULTS)
+def test_no_failed_call_leaves_a_rank_in_a_broadcast(liar, nccl, direct, path, lie):
+    fleet, sender = nccl(direct)
     liar.lies = {path: lie}
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=f"POST {liar.url}{path}: "):
-        sync.sync_weights(server, sender, 1)
-    assert time.monotonic() - start < 3 and liar.version == "0" and not liar.paused
-    if path != "/init_weight_transfer_engine":  # the other ranks gather; rank 0 did so to the end
-        assert gathered == [name for name, _ in Tree().named_parameters()]
+        sync.sync_weights(fleet, sender, 1)
+    assert time.monotonic() - start < 5 and liar.version == "0" and not liar.paused
+    if direct and path != "/init_weight_transfer_engine":
         # The worker puts its layers in order before a request can run on them.
-        assert liar.calls.index("/collective_rpc") < liar.calls.index("/resume")
+        assert max(i for i, call in enumerate(liar.calls) if call == "/collective_rpc") < (
+            liar.calls.index("/resume")
+        )
     # The next sync opens a new group.
     liar.lies = {}
     liar.receiving.clear()
-    sync.sync_weights(server, sender, 2)
-    assert liar.version == "2" and len(FakeEngine.made) == 2
+    sync.sync_weights(fleet, sender, 2)
+    assert liar.version == "2" and not liar.groups[-1].disabled
+    if path != "/init_weight_transfer_engine":
+        assert [group.disabled for group in liar.groups] == [True, False]
+
+
+class Served(nn.Module):
+    """A serving model's way of loading: q, k, v in one parameter, padding, a norm of its own dtype.
+
+    `way`: "copies", or what makes a record of copies wrong.
+    """
+
+    def __init__(self, way="copies"):
+        super().__init__()
+        self.way = way
+        self.embed = nn.Parameter(torch.zeros(12, 6), requires_grad=False)  # two rows of padding
+        self.qkv = nn.Parameter(torch.zeros(15, 6), requires_grad=False)
+        self.norm = nn.Parameter(torch.zeros(6, dtype=torch.bfloat16), requires_grad=False)
+
+    def load_weights(self, tensors):
+        loaded = set()
+        for name, tensor in tensors:
+            if name == "embed":
+                self.embed.data[:10].copy_(tensor)
+                self.embed.data[10:].fill_(0)
+            elif name == "norm":
+                self.norm.data.copy_(-tensor.exp() if self.way == "computes" else tensor)
+            else:
+                row = 5 * "qkv".index(name)
+                self.qkv.data.narrow(0, row, 5).copy_(tensor)
+            loaded.add({"q": "qkv", "k": "qkv", "v": "qkv"}.get(name, name))
+        if self.way == "re-laid":
+            self.qkv.data.copy_(self.qkv.data.flip(0))
+        return loaded
+
+
+class Worker(transfer.WorkerExtension):
+    device = torch.device("cpu")
+
+    def __init__(self, group, model):
+        self.weight_transfer_engine = types.SimpleNamespace(model_update_group=group)
+        self.model_runner = types.SimpleNamespace(get_model=lambda: model)
+        model_config = types.SimpleNamespace(use_mla=False)
+        self.vllm_config = types.SimpleNamespace(model_config=model_config)
+
+
+class Sent(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for name, shape in (("embed", (10, 6)), ("q", (5, 6)), ("k", (5, 6)), ("norm", (6,))):
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
+        self.v = nn.Parameter(torch.randn(5, 6, generator=generator))
+
+
+@pytest.mark.parametrize("way", ["copies", "computes", "re-laid"])
+def test_recorded_copies_load_what_the_loader_loads(liar, nccl, monkeypatch, way):
+    n_loads = []
+
+    def load(vllm_config, model, tensors):
+        n_loads.append(0)
+        return sorted(dict(model.named_parameters()).keys() - model.load_weights(tensors))
+
+    monkeypatch.setattr(transfer, "load_layerwise", load)
+    monkeypatch.setattr(transfer, "loading", lambda vllm_config: torch.no_grad())
+    served, sent = Served(way), Sent(seed=0)
+    fleet, sender = nccl(True, sent)
+    worker = None
+    for version in (1, 2, 3):
+        with torch.no_grad():
+            for parameter in sent.parameters():
+                parameter.mul_(-1.5)
+        sync.sync_weights(fleet, sender, version)
+        worker = worker or Worker(liar.groups[0], served)
+        worker.espalier_receive_weights(**liar.requests[-1])
+        assert liar.groups[0].sent.empty()  # both ends cut alike
+        expected = Served(way)
+        expected.load_weights((name, p.detach()) for name, p in sender.weights)
+        for name, parameter in served.named_parameters():
+            assert torch.equal(parameter, expected.get_parameter(name)), (version, name)
+    # Only where loading is nothing but copies is it done by them from the second time on.
+    assert len(n_loads) == (1 if way == "copies" else 3)
+
+
+def test_a_worker_does_not_wait_for_ever_for_a_trainer_that_died(monkeypatch):
+    group = FakeGroup()
+    group.broadcast = lambda buffer, src, stream: None  # on a GPU it returns at once
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "worker")
+    monkeypatch.setattr(FakeEvent, "query", lambda self: False)
+    monkeypatch.setattr(transfer, "load_layerwise", lambda config, model, tensors: list(tensors))
+    monkeypatch.setattr(transfer, "loading", lambda vllm_config: torch.no_grad())
+    worker = Worker(group, Served())
+    lines = [["embed", "float32", [10, 6]]]
+    with pytest.raises(RuntimeError, match="did not come within 0.1 s"):
+        worker.espalier_receive_weights(lines, limit=100, complete=False, wait_s=0.1)
+    assert group.disabled and group.n_aborts == 1
+    with pytest.raises(RuntimeError, match="no NCCL group is open"):
+        worker.espalier_receive_weights(lines, limit=100, complete=False, wait_s=0.1)
+
+
+@pytest.mark.parametrize("alignment", [1, 64])
+def test_buckets_hold_every_byte_once_and_none_is_larger_than_it_must(alignment):
+    tree = Tree()
+    sent = sync.Weights(tree, torch.bfloat16)
+    for limit in (1, 100, 10**6):
+        found = []
+        layout = weights.cut(sent.metadata(), limit, alignment)
+        for bucket, buffer in zip(layout, sent.buckets(limit, alignment, "cpu"), strict=True):
+            assert len(buffer) == bucket.n_bytes
+            for entry, offset in zip(bucket.entries, bucket.offsets, strict=True):
+                assert offset % alignment == 0
+                found.append((entry.name, weights.view_tensor(buffer, entry, offset)))
+            assert (
+                bucket.offsets[-1] < limit + alignment
+            )  # closed by the first entry that goes beyond
+        for (name, tensor), (expected_name, expected) in zip(found, sent, strict=True):
+            assert name == expected_name and torch.equal(tensor, expected)
+
+
+# --------------------------------------------------------------------------------- several servers
+
+
+@pytest.fixture
+def two_liars():
+    with contextlib.closing(LyingServer()) as one, contextlib.closing(LyingServer()) as two:
+        yield one, two
+
+
+def fleet_sender(liars, timeout_s=2.0):
+    fleet = Fleet([liar.url for liar in liars], timeout_s)
+    return fleet, sync.FileSender(fleet, sync.Weights(Tree(), torch.bfloat16))
+
+
+def test_all_servers_get_the_weights_at_once(two_liars):
+    fleet, sender = fleet_sender(two_liars)
+    for liar in two_liars:
+        liar.load_s = 0.5
+    seconds = sync.sync_weights(fleet, sender, 3)
+    assert seconds["perf/weight_sync_transfer_s"] < 0.9  # one after the other it would take 1.0
+    for liar in two_liars:
+        assert liar.calls == SYNC_CALLS and liar.version == "3" and not liar.paused
+        assert list(liar.received) == [name for name, _ in Tree().named_parameters()]
+    assert not shared_files()
+
+
+@pytest.mark.parametrize("path", SYNC_CALLS)
+def test_a_server_that_fails_is_left_out_and_taken_in_again_by_the_next_sync(two_liars, path):
+    good, bad = two_liars
+    fleet, sender = fleet_sender(two_liars)
+    bad.lies = {path: "500"}
+    sync.sync_weights(fleet, sender, 1)
+    assert [server.url for server in fleet.serving] == [good.url]
+    assert "answered 500" in str(fleet.failures[fleet.servers[1]])
+    assert good.version == "1" and not good.paused and not shared_files()
+    bad.lies = {"/health": "500"}  # still down: it costs the next sync one question
+    sync.sync_weights(fleet, sender, 2)
+    assert good.version == "2" and bad.calls[-1] == "/resume"
+    bad.lies = {}
+    sync.sync_weights(fleet, sender, 3)
+    assert fleet.serving == fleet.servers and good.version == bad.version == "3"
+    assert not bad.paused
+
+
+def test_when_no_server_is_left_the_sync_fails_with_what_the_first_said(two_liars):
+    fleet, sender = fleet_sender(two_liars)
+    two_liars[0].lies = {"/pause": "500"}
+    two_liars[1].lies = {"/collective_rpc": "500"}
+    with pytest.raises(sync.WeightSyncError, match=f"{two_liars[1].url}/collective_rpc"):
+        sync.sync_weights(fleet, sender, 1)
+    two_liars[1].lies = {}
+    two_liars[0].lies = {}
+    sync.sync_weights(fleet, sender, 2)
+    assert [liar.version for liar in two_liars] == ["2", "2"]
+
+
+def test_a_server_that_was_restarted_is_noticed_and_gets_the_weights_again(liar):
+    fleet, sender = file_sender(liar, timeout_s=10.0)
+    sync.sync_weights(fleet, sender, 4)
+    assert not sync.behind(fleet, sender, 4)
+    liar.version = "default"
+    assert sync.behind(fleet, sender, 4)
+    liar.lies = {"/weight_info": "500"}  # one that does not answer is not behind: it is away
+    assert not sync.behind(fleet, sender, 4)
+    liar.lies = {"/weight_info": "never"}  # and one that hangs does not hold up the trainer
+    fleet.servers[0].timeout_s, start = 60.0, time.monotonic()
+    assert not sync.behind(fleet, sender, 4) and time.monotonic() - start < 10
+    liar.lies = dict.fromkeys([*SYNC_CALLS, "/health"], "die")
+    timer = threading.Timer(1.0, setattr, (liar, "lies", {}))
+    timer.start()
+    liar.received = {}
+    with pytest.warns(UserWarning, match="weight sync 4 is tried again.*/pause"):
+        sync.sync_through_restart(fleet, sender, 4)
+    assert liar.version == "4" and not liar.paused
+    assert list(liar.received) == [name for name, _ in Tree().named_parameters()]
+
+
+def test_a_server_that_stays_away_ends_the_run_in_time(liar):
+    fleet, sender = file_sender(liar, timeout_s=1.0)
+    liar.lies = dict.fromkeys([*SYNC_CALLS, "/health"], "die")
+    start = time.monotonic()
+    with (
+        pytest.warns(UserWarning, match="tried again"),
+        pytest.raises(TimeoutError, match=f"no vLLM server answered within 1 s: {liar.url}"),
+    ):
+        sync.sync_through_restart(fleet, sender, 1)
+    assert time.monotonic() - start < 4
+
+
+def test_servers_that_are_not_alike_are_refused(two_liars):
+    fleet, _ = fleet_sender(two_liars)
+    two_liars[1].info["vllm_config"]["model_config"]["max_model_len"] = 100
+    assert fleet.check("tiny", num_sampler_logprobs=8).max_model_len == 100
+    two_liars[1].info["vllm_config"]["model_config"]["dtype"] = "torch.float32"
+    with pytest.raises(ValueError, match=f"{two_liars[1].url} has dtype=torch.float32"):
+        fleet.check("tiny", num_sampler_logprobs=8)
 
 
 # ------------------------------------------------------------------------------------- two ranks
 
 
+class SlowLink:
+    """Stands in for transfer.Link, where NCCL and a GPU would be needed."""
+
+    sent, breaks_off = [], False
+
+    def __init__(self, *group):
+        pass
+
+    def ask(self, direct, request):
+        pass
+
+    def broadcast(self, bucket):
+        time.sleep(0.05)
+        if self.breaks_off and self.sent:
+            raise sync.WeightSyncError("the receiver broke off")
+        self.sent.append(bucket.clone())
+
+    def mark(self):
+        return types.SimpleNamespace(synchronize=lambda: None)
+
+    def answer(self):
+        pass
+
+    def close(self):
+        pass
+
+
 def run_rank(rank, world_size, folder, url):
-    """One trainer rank: four syncs; what this rank saw of each goes to a file."""
+    """One trainer rank: six syncs; what this rank saw of each goes to a file."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
@@ -565,28 +890,47 @@ def run_rank(rank, world_size, folder, url):
     gathered, seen = [], {}
 
     class Watched(sync.Weights):
-        def __iter__(self):
-            for name, tensor in super().__iter__():
-                gathered.append(name)
-                yield name, tensor
+        def _tensors(self, limit):
+            for entry, tensor in super()._tensors(limit):
+                gathered.append(entry.name)
+                yield entry, tensor
 
-    server = sync.VllmServer(url, 10)
-    sender = sync.FileSender(server, Watched(tree, torch.bfloat16))
-    reserve = sync.reserve_file
-    for case in ("slow", "500", "full", "fine"):
-        requests.post(f"{url}/case/{case}", json={})
+    def sync_once(sender):
         dist.barrier()
         gathered.clear()
-        if case == "full" and rank == 0:
-            sync.reserve_file = lambda n_bytes: (_ for _ in ()).throw(OSError("disk full"))
-        else:
-            sync.reserve_file = reserve
         try:
-            sync.sync_weights(server, sender, 1)
+            sync.sync_weights(fleet, sender, 1)
             error = None
         except Exception as caught:
             error = str(caught)
-        seen[case] = list(gathered), error
+        assert not shared_files()
+        return list(gathered), error
+
+    fleet = Fleet([url], 10)
+    sender = sync.FileSender(fleet, Watched(tree, torch.bfloat16), first=rank == 0)
+    reserve = transfer.reserve_file
+    for case in ("slow", "500", "full", "fine"):
+        requests.post(f"{url}/case/{case}", json={})
+        if case == "full" and rank == 0:
+            transfer.reserve_file = lambda n_bytes: (_ for _ in ()).throw(OSError("disk full"))
+        else:
+            transfer.reserve_file = reserve
+        seen[case] = sync_once(sender)
+
+    # The same over NCCL, with a receiver that is slow, and one that breaks off.
+    transfer.Link, torch.cuda.current_device = SlowLink, lambda: 0
+    fleet.infos = {fleet.servers[0]: types.SimpleNamespace(world_size=1, worker_extension="")}
+    sent = Watched(tree, torch.bfloat16)
+    sender = sync.NcclSender(fleet, sent, first=rank == 0, bucket_bytes=100, direct=False)
+    sender.device = torch.device("cpu")
+    for case in ("breaks off", "nccl"):
+        SlowLink.breaks_off = case == "breaks off"
+        SlowLink.sent.clear()
+        seen[case] = sync_once(sender)
+    unsharded = sync.Weights(Tree(), torch.bfloat16)
+    expected = [bucket.tolist() for bucket in unsharded.buckets(100, 1, "cpu")]
+    if rank == 0:
+        assert [bucket.tolist() for bucket in SlowLink.sent] == expected
     (folder / f"rank_{rank}").write_text(json.dumps(seen))
     dist.destroy_process_group()
 
@@ -612,14 +956,15 @@ def test_two_ranks_gather_in_one_order_and_share_rank_0s_errors(liar, tmp_path):
     seen = [json.loads((tmp_path / f"rank_{rank}").read_text()) for rank in (0, 1)]
 
     names = [name for name, _ in Tree().named_parameters()]
-    for case in ("slow", "500", "full", "fine"):
+    for case in ("slow", "500", "full", "fine", "breaks off", "nccl"):
         # Also where rank 0 had failed before the first tensor: the other rank was not left alone.
         assert seen[0][case][0] == seen[1][case][0] == names
     for rank in (0, 1):
         assert seen[rank]["slow"][1] is None and seen[rank]["fine"][1] is None
         assert "/collective_rpc: answered 500, out of luck" in seen[rank]["500"][1]
         assert "disk full" in seen[rank]["full"][1]
-    assert liar.version == "1" and not liar.paused and not shared_files()
+        assert "broke off" in seen[rank]["breaks off"][1] and seen[rank]["nccl"][1] is None
+    assert liar.version == "1" and not liar.paused
     for name, parameter in Tree().named_parameters():  # the shards arrived whole
         expected = parameter.bfloat16() if parameter.ndim > 1 else parameter
         assert torch.equal(liar.received[name], expected)
@@ -629,20 +974,21 @@ def test_two_ranks_gather_in_one_order_and_share_rank_0s_errors(liar, tmp_path):
 
 
 class Trainer:
-    """A transformers model on the tiny folder, the server on the same, and a sync between them."""
+    """A transformers model on a tiny folder, the server on the same, and a sync between them."""
 
-    def __init__(self, tiny_server):
+    def __init__(self, tiny_server, tied=True):
         from transformers import AutoModelForCausalLM
 
         self.url, self.name = tiny_server.url, tiny_server.name
-        self.server = sync.VllmServer(tiny_server.url, 60)
+        self.fleet = Fleet([tiny_server.url], 60)
+        (self.server,) = self.fleet.servers
         self.model = AutoModelForCausalLM.from_pretrained(tiny_server.folder, dtype=torch.float32)
-        self.info = self.server.check(tiny_server.name, num_sampler_logprobs=8)
-        weights = sync.Weights(self.model, self.info.dtype, tied=True)
-        self.sender = sync.make_sender(self.server, self.info, weights)
+        self.info = self.fleet.check(tiny_server.name, num_sampler_logprobs=8)
+        weights = sync.Weights(self.model, self.info.dtype, tied=tied)
+        self.sender = sync.make_sender(self.fleet, weights)
 
     def send(self, version):
-        return sync.sync_weights(self.server, self.sender, version)
+        return sync.sync_weights(self.fleet, self.sender, version)
 
     def move(self, seed):
         """As far as no optimizer step would: log-probs change by 1 to 5."""
@@ -764,17 +1110,16 @@ def test_a_server_whose_load_failed_goes_on_and_takes_the_next_sync(trainer, mon
     trainer.move(seed=6)
     (prompt,) = prompts(1, seed=6, length=150)
     stranger = nn.Parameter(torch.ones(4, 4))
-    parameters = sync.Weights._parameters
-    monkeypatch.setattr(
-        sync.Weights,
-        "_parameters",
-        lambda self: parameters(self) + [("model.layers.1.mlp.stranger.weight", stranger)],
-    )
-    with pytest.raises(sync.WeightSyncError, match="no module or parameter.*stranger"):
+    parts = trainer.sender.weights.parts
+    entry = weights.Entry("model.layers.1.mlp.stranger.weight", torch.float32, (4, 4))
+    more = [*parts, weights.Part(stranger, [entry])]
+    monkeypatch.setitem(vars(trainer.sender.weights), "parts", more)
+    with pytest.raises(sync.WeightSyncError, match="no module or parameter.*stranger") as caught:
         trainer.send(1)
+    assert not getattr(caught.value, "__notes__", ())  # it could be resumed
     assert trainer.server.weight_version() == "0" and not trainer.server.is_paused()
     trainer.server.sample(trainer.name, prompt, 4)  # the engine is alive
-    monkeypatch.setattr(sync.Weights, "_parameters", lambda self: parameters(self)[:-2])
+    monkeypatch.setitem(vars(trainer.sender.weights), "parts", parts[:-2])
     with pytest.raises(sync.WeightSyncError, match="no weights came for"):
         trainer.send(1)
     monkeypatch.undo()
@@ -790,8 +1135,8 @@ def test_the_proof_passes_after_a_sync_and_fails_without(trainer):
         def ours(ids):
             return trainer.log_probs(trainer.model, ids)
 
-        server, name = trainer.server, trainer.name
-        return sync.check_sync(server, name, prompt, ours, dtypes=[torch.float32])
+        fleet, name = trainer.fleet, trainer.name
+        return sync.check_sync(fleet, name, prompt, ours, dtypes=[torch.float32])
 
     assert prove() < 1e-4
     trainer.move(seed=7)
@@ -819,3 +1164,68 @@ def test_requests_that_keep_arriving_through_many_syncs_are_all_answered(trainer
         stop.set()
         counts = [flood.result(timeout=60) for flood in floods]
     assert min(counts) > 0 and trainer.server.weight_version() == "20"
+
+
+def tiny_moe():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=259,  # make_tokenizer's
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Qwen3MoeForCausalLM(config)
+
+
+@pytest.fixture
+def moe_server(tmp_path_factory):
+    """A server that is fresh, on a tiny mixture of experts with a head of its own."""
+    if importlib.util.find_spec("vllm") is None or torch.version.cuda:
+        pytest.skip("needs the CPU build of vLLM (requirements-cpu.txt)")
+    folder = tmp_path_factory.mktemp("tiny_moe")
+    tiny_moe().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    server = start_server(folder, str(folder), tmp_path_factory.mktemp("moe_server") / "log.txt")
+    yield server
+    stop_server(server)
+
+
+@pytest.mark.server
+def test_after_a_sync_a_server_is_as_if_started_on_those_weights_also_its_experts(moe_server):
+    trainer = Trainer(moe_server, tied=False)
+    texts = prompts(20, seed=20) + prompts(1, seed=21, length=300)  # the last fills cache blocks
+
+    def score():
+        return torch.tensor([log_prob for ids in texts for log_prob in server.score(name, ids)])
+
+    server, name = trainer.server, moe_server.name
+    fresh = score()
+    sampled_ids, sampled = server.sample(name, texts[-1], 16)
+    start = copy.deepcopy(trainer.model.state_dict())
+    for version in (1, 2):  # only the experts move, so that nothing else hides them
+        generator = torch.Generator().manual_seed(version)
+        for parameter_name, parameter in trainer.model.named_parameters():
+            if ".experts." in parameter_name:
+                parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+        assert max(map(trainer.gap, texts[-3:])) > 0.1
+        trainer.send(version)
+        assert max(map(trainer.gap, texts)) < 1e-4 and trainer.sampled_gap(texts[-1]) < 1e-4
+    assert (score() - fresh).abs().max() > 0.1
+    trainer.model.load_state_dict(start)
+    trainer.send(3)
+    assert (score() - fresh).abs().max() < 1e-4
+    again = torch.tensor(server.score(name, texts[-1] + sampled_ids)[-16:])
+    assert (again - torch.tensor(sampled)).abs().max() < 1e-4
