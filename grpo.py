@@ -56,7 +56,6 @@ import tasks
 from config import Config, configure, parse_command_line, print_help
 from feed import Feed
 from metrics import Metrics, applicable
-from rollout import reward_name
 
 # -------------------------------------------------------------------------------------- preparation
 
@@ -426,8 +425,11 @@ def metric_names(config, task, policy, device):
     conditions = ["score_centering"] if config.score_centering and config.loss == "grpo" else []
     if model.peak_flops(device, config.compute_dtype):
         conditions.append("mfu")
-    rewards = [reward_name(func) for func in task.reward_funcs]
-    return applicable(*conditions, rewards=rewards)
+    rewards, tool_names = tasks.reward_names(task), tasks.tool_names(task)
+    conditions += ["tools"] if tool_names else []
+    conditions += ["environment"] if task.environment_factory else []
+    conditions += ["get_reward"] if len(rewards) > len(task.reward_funcs) else []
+    return applicable(*conditions, rewards=rewards, tools=tool_names)
 
 
 def diagnose(metrics, config):
