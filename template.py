@@ -29,10 +29,8 @@ import parsing
 
 _TOOLS_IN_WORDS = """\
 You can call these tools:
-<tools>
 {tools}
-</tools>
-To call one, write its name and its arguments as JSON, like this:
+To call one, write its name and its arguments as JSON:
 <tool_call>
 {{"name": "{name}", "arguments": {arguments}}}
 </tool_call>"""
@@ -260,12 +258,27 @@ def _with_arguments_as_text(message: dict) -> dict:
     return message | {"tool_calls": calls}
 
 
+def _in_words(function: dict) -> str:
+    """add(a: integer, b: integer): Adds two integers. a: The first. b: The second."""
+    properties = function["parameters"].get("properties", {})
+    kinds = {
+        name: one["type"] if isinstance(one.get("type"), str) and "items" not in one else one
+        for name, one in properties.items()
+    }
+    arguments = ", ".join(
+        f"{name}: {kind if isinstance(kind, str) else json.dumps(kind)}"
+        for name, kind in kinds.items()
+    )
+    words = [function["description"], *(f"{n}: {p['description']}" for n, p in properties.items())]
+    return f"{function['name']}({arguments}): {' '.join(words)}"
+
+
 def in_words(messages: list[dict], schemas) -> list[dict]:
     """The same conversation for a template that knows only text: tools in the system message, calls
     in the assistant's text, results in the user's."""
     function = schemas[0]["function"]
     example = {name: "..." for name in function["parameters"].get("properties", {})}
-    tools = "\n".join(json.dumps(schema["function"], ensure_ascii=False) for schema in schemas)
+    tools = "\n".join(_in_words(schema["function"]) for schema in schemas)
     system = _TOOLS_IN_WORDS.format(
         tools=tools, name=function["name"], arguments=json.dumps(example)
     )
