@@ -182,7 +182,9 @@ def first_number(completions, **columns):
 class Run:
     """RolloutLoop with its messages: samples, records by name, ids of dropped groups."""
 
-    def __init__(self, server, rows, *funcs, loop=None, start_index=0, **options):
+    def __init__(
+        self, server, rows, *funcs, loop=None, start_index=0, tokenizer=None, task=(), **options
+    ):
         self.shared = [0] * len(rollout.Slot)
         self.shared[rollout.Slot.ALLOWANCE] = 10**9
         self.samples, self.records, self.dropped = [], collections.defaultdict(list), []
@@ -190,10 +192,10 @@ class Run:
         options = OPTIONS | {"vllm_server_base_url": server.url} | options
         self.loop = (loop or RolloutLoop)(
             types.SimpleNamespace(**options),
-            Task(rows, funcs),
-            FakeTokenizer(),
+            Task(rows, funcs, **dict(task)),
+            tokenizer or FakeTokenizer(),
             model_name="m",
-            eos_token_ids=[EOS],
+            eos_token_ids=[256, 257] if tokenizer else [EOS],
             start_index=start_index,
             shared=self.shared,
             send=self.take,
