@@ -4,8 +4,7 @@
     MODEL=Qwen/Qwen3-0.6B bash run.sh --env calculator --example false
 
 A tool is a function, sync or async, with type hints and a Google-style docstring. The embedded
-model's chat template shows no tools, so they are described to it in words (template.py); it was not
-trained to call any, so the prompt begins with a worked example.
+model was not trained to call any: its prompt begins with two worked examples.
 """
 
 import re
@@ -33,17 +32,21 @@ config_overrides = {
 class Options:
     digits: int = 2  # both numbers are drawn from 10^(digits - 1) to 10^digits - 1
     n_prompts: int = 4096  # rows of the data set, drawn with replacement
-    example: bool = True  # begin the prompt with a solved one
+    example: bool = True  # begin the prompt with two solved ones
+
+
+def example(a, b):
+    return [
+        {"role": "user", "content": QUESTION.format(a, b)},
+        *called("multiply", {"a": a, "b": b}, a * b),
+        {"role": "assistant", "content": str(a * b)},
+    ]
 
 
 def dataset(options):
     low, high = 10 ** (options.digits - 1), 10**options.digits
     pairs = np.random.default_rng(0).integers(low, high, size=(options.n_prompts, 2)).tolist()
-    solved = [
-        {"role": "user", "content": QUESTION.format(31, 5)},
-        *called("multiply", {"a": 31, "b": 5}, 155),
-        {"role": "assistant", "content": "155"},
-    ]
+    solved = [message for a, b in ((31, 5), (7, 12)) for message in example(a, b)]
     prompts = [{"role": "user", "content": QUESTION.format(a, b)} for a, b in pairs]
     return [
         {"prompt": [*(solved if options.example else []), prompt], "answer": a * b}
@@ -52,15 +55,11 @@ def dataset(options):
 
 
 def multiply(a: int, b: int) -> int:
-    """
-    Multiply two integers.
+    """Multiply two integers.
 
     Args:
         a: The first factor.
         b: The second factor.
-
-    Returns:
-        The product.
     """
     return a * b
 
@@ -70,7 +69,7 @@ tools = [multiply]
 
 def correct(completions, answer, **columns):
     """1 if the last integer of the last reply is the product, else 0."""
-    replies = [completion[-1]["content"] or "" for completion in completions]
+    replies = [completion[-1]["content"] for completion in completions]
     integers = [re.findall(r"-?\d+", reply.replace(",", "")) for reply in replies]
     return [float(bool(found) and int(found[-1]) == a) for found, a in zip(integers, answer)]
 

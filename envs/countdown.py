@@ -32,12 +32,8 @@ class Options:
     n_prompts: int = 4096  # rows of the data set
 
 
-OPERATIONS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
+ADD, SUBTRACT = {ast.Add: operator.add}, {ast.Sub: operator.sub}
+OPERATIONS = ADD | SUBTRACT | {ast.Mult: operator.mul, ast.Div: operator.truediv}
 QUESTION = "Use the numbers {} once each, with + - * /, to make {}. Answer with an expression only."
 
 

@@ -27,7 +27,7 @@ config_overrides = {
 @dataclass(frozen=True)
 class Options:
     n_games: int = 512  # rows of the data set
-    example: bool = True  # begin the prompt with a finished game
+    example: bool = True  # begin the prompt with two finished games
 
 
 class GuessEnv:
@@ -62,13 +62,13 @@ environment_factory = GuessEnv
 
 def prompt(options):
     """The conversation so far; reset() writes the last message."""
-    played = [
-        {"role": "user", "content": "Find my number between 1 and 10."},
-        *called("guess", {"number": 5}, "higher"),
-        *called("guess", {"number": 8}, "right"),
-        {"role": "assistant", "content": "It is 8."},
-    ]
-    return [*(played if options.example else []), {"role": "user", "content": ""}]
+    played = []
+    for guesses in ([(5, "higher"), (8, "right")], [(4, "right")]) if options.example else ():
+        played.append({"role": "user", "content": "Find my number between 1 and 10."})
+        for number, answer in guesses:
+            played += called("guess", {"number": number}, answer)
+        played.append({"role": "assistant", "content": f"It is {guesses[-1][0]}."})
+    return [*played, {"role": "user", "content": ""}]
 
 
 def dataset(options):

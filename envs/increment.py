@@ -25,7 +25,7 @@ config_overrides = {
 @dataclass(frozen=True)
 class Options:
     largest: int = 6  # targets are 1 to this
-    example: bool = True  # begin the prompt with a solved one; a small model calls nothing without
+    example: bool = True  # begin with two solved ones; a small model calls no tool without
 
 
 class IncrementEnv:
@@ -63,12 +63,14 @@ def called(name, arguments, result):
 
 def prompt(options):
     """The conversation so far; reset() writes the last message."""
-    solved = [
-        {"role": "user", "content": "Increment the counter by 9."},
-        *called("increment", {"step": 9}, 9),
-        {"role": "assistant", "content": "Done."},
-    ]
-    return [*(solved if options.example else []), {"role": "user", "content": ""}]
+    solved = []
+    for n in (9, 4) if options.example else ():
+        solved += [
+            {"role": "user", "content": f"Increment the counter by {n}."},
+            *called("increment", {"step": n}, n),
+            {"role": "assistant", "content": "Done."},
+        ]
+    return [*solved, {"role": "user", "content": ""}]
 
 
 def dataset(options):

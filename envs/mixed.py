@@ -17,7 +17,7 @@ config_overrides = guess.config_overrides
 class Options:
     n_games: int = 512  # rows of `guess`
     largest: int = 6  # targets of `increment` are 1 to this
-    example: bool = True  # begin each prompt with a solved one
+    example: bool = True  # begin each prompt with two solved ones
 
 
 environment_factory = {"guess": guess.GuessEnv, "increment": increment.IncrementEnv}
