@@ -82,47 +82,45 @@ class FinishedRollout:
 
 def rollout_records(finished: list[FinishedRollout], eos_token_ids: frozenset, has_tools: bool):
     """What a group's rollouts say whatever their rewards are: records (name, value, weight)."""
-    n, found = len(finished), []
+    found = []
 
-    def mean(name, values):
-        found.append((name, float(np.mean(values)), float(len(values))))
+    def record(name, values, how=np.mean):
+        found.append((name, float(how(values)), float(len(values)) if how is np.mean else 1.0))
 
-    def extremes(name, values):
-        found.append((name.format("min"), float(min(values)), 1.0))
-        found.append((name.format("max"), float(max(values)), 1.0))
-
-    lengths, ended, seen, n_repeated = [], [], set(), 0
+    lengths, ended, repeated, seen = [], [], [], set()
     for one in finished:
         replies = tuple(tuple(turn.output_ids) for turn in one.rollout.turns)
         lengths.append(sum(map(len, replies)))
         ended.append(any(replies) and bool(eos_token_ids & set(replies[-1][-1:])))
-        n_repeated += replies in seen
+        repeated.append(replies in seen)
         seen.add(replies)
+    record("completions/mean_length", lengths)
+    record("completions/min_length", lengths, min)
+    record("completions/max_length", lengths, max)
     terminated = [length for length, has_ended in zip(lengths, ended) if has_ended]
-    mean("completions/mean_length", lengths)
-    extremes("completions/{}_length", lengths)
     if terminated:
-        mean("completions/mean_terminated_length", terminated)
-        extremes("completions/{}_terminated_length", terminated)
-    mean("completions/clipped_ratio", 1 - np.array(ended))
-    found.append(("completions/duplicate_frac", n_repeated / n, n))
+        record("completions/mean_terminated_length", terminated)
+        record("completions/min_terminated_length", terminated, min)
+        record("completions/max_terminated_length", terminated, max)
+    record("completions/clipped_ratio", [not has_ended for has_ended in ended])
+    record("completions/duplicate_frac", repeated)
     turns = [len(one.rollout.turns) for one in finished]
-    mean("rollout/turns_mean", turns)
-    found.append(("rollout/turns_max", max(turns), 1))
-    mean("rollout/samples_per_rollout", [len(one.samples) for one in finished])
-    mean("rollout/duration_s", [one.seconds for one in finished])
-    drifts = np.array([drift for one in finished for drift in one.drifts])
-    if len(drifts):
-        mean("rollout/fork_frac", drifts > 0)
-        mean("rollout/drift_tokens_mean", drifts)
-        found.append(("rollout/drift_tokens_max", drifts.max(), 1))
+    record("rollout/turns_mean", turns)
+    record("rollout/turns_max", turns, max)
+    record("rollout/samples_per_rollout", [len(one.samples) for one in finished])
+    record("rollout/duration_s", [one.seconds for one in finished])
+    drifts = [drift for one in finished for drift in one.drifts]
+    if drifts:
+        record("rollout/fork_frac", [drift > 0 for drift in drifts])
+        record("rollout/drift_tokens_mean", drifts)
+        record("rollout/drift_tokens_max", drifts, max)
     if has_tools:
         n_calls = sum(one.rollout.tool_call_count for one in finished)
         n_failed = sum(one.rollout.tool_failure_count for one in finished)
-        found.append(("tools/call_frequency", n_calls / n, n))
+        record("tools/call_frequency", [one.rollout.tool_call_count for one in finished])
         if n_calls:
-            found.append(("tools/failure_frequency", n_failed / n_calls, n_calls))
-    return [(name, float(value), float(weight)) for name, value, weight in found]
+            found.append(("tools/failure_frequency", n_failed / n_calls, float(n_calls)))
+    return found
 
 
 def environment_rewards(group: RolloutGroup) -> list[tuple[str, np.ndarray]]:

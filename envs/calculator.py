@@ -12,19 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from envs import arithmetic
 from envs.increment import called
 
 QUESTION = "What is {} times {}?"
 
-config_overrides = {
+config_overrides = arithmetic.config_overrides | {
     "max_completion_length": 48,
     "max_tool_calling_iterations": 2,
     "token_budget": 4096,
-    "gradient_checkpointing": False,
-    "learning_rate": 2e-5,
-    "adam_beta2": 0.95,
-    "max_staleness": 1,
-    "max_steps": 12,
 }
 
 
