@@ -137,21 +137,33 @@ def samples_from_turns(turns: list[TurnRecord], *, version: int = 0):
     prompt rendered differently, 0 where it did not fork. Samples without a trained token are left
     out. `version` labels turns that carry no versions of their own.
     """
-    runs, drifts, held = [], [], None
+    runs, drifts, before = [], [], None
     for turn in turns:
         if len(turn.prompt_ids) == 0:
             raise ValueError("a TurnRecord has empty prompt_ids: its first token has no predictor")
-        prompt = np.asarray(turn.prompt_ids, dtype=np.int32)
-        shared = 0 if held is None else common_prefix(held, prompt)
-        if held is not None:
-            drifts.append(len(held) - shared)
-        if held is None or shared < len(held):
+        drift = 0 if before is None else _drift(before, turn)
+        if before is not None:
+            drifts.append(drift)
+        if before is None or drift:
             runs.append([])
-            shared = 0
-        runs[-1].append((prompt[shared:], turn))
-        held = np.concatenate([prompt, np.asarray(turn.output_ids, dtype=np.int32)])
+        n_held = len(before.prompt_ids) + len(before.output_ids) if runs[-1] else 0
+        runs[-1].append((np.asarray(turn.prompt_ids[n_held:], dtype=np.int32), turn))
+        before = turn
     samples = [_join(run, version) for run in runs]
     return [sample for sample in samples if sample.trained.any()], drifts
+
+
+def _drift(before: TurnRecord, turn: TurnRecord) -> int:
+    """Tokens held after `before` (its prompt and reply) from the first that `turn` differs in."""
+    n_prompt, n_output = len(before.prompt_ids), len(before.output_ids)
+    prompt = turn.prompt_ids
+    if all(isinstance(ids, list) for ids in (prompt, before.prompt_ids, before.output_ids)):
+        # Lists share their integers, so this is much cheaper than to make arrays of them.
+        same_prompt = prompt[:n_prompt] == before.prompt_ids
+        if same_prompt and prompt[n_prompt : n_prompt + n_output] == before.output_ids:
+            return 0
+    held = np.concatenate([np.asarray(ids) for ids in (before.prompt_ids, before.output_ids)])
+    return len(held) - common_prefix(held, np.asarray(prompt))
 
 
 def _join(run: list[tuple[np.ndarray, TurnRecord]], version: int) -> Sample:
@@ -199,7 +211,10 @@ def _head(turn: TurnRecord, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         raise ValueError(f"a TurnRecord has {len(keep)} output_ids and {n_given} sampler log-probs")
     if isinstance(given, tuple):
         return given[0][keep], given[1][keep]
-    rows = [row or {} for row, kept in zip(given or [{}] * len(keep), keep) if kept]
+    if given is None:
+        n = int(keep.sum())
+        return np.zeros((n, 0), dtype=np.int32), np.zeros((n, 0), dtype=np.float32)
+    rows = [row or {} for row, kept in zip(given, keep) if kept]
     k = max(map(len, rows))
     ids = np.zeros((len(rows), k), dtype=np.int32)
     log_probs = np.full((len(rows), k), np.nan, dtype=np.float32)
