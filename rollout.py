@@ -149,9 +149,9 @@ class RolloutLoop:
     async def generate_one(self, prompt: list[dict], tools: list, group_id: int = 0):
         """One rollout (chat.Rollout) for a prompt: turns, until the model calls no tool.
 
-        Calls run in the order in which the model wrote them. A conversation also ends when it has
-        had max_tool_calling_iterations turns that call tools and calls again, and when its next
-        turn would not fit the server's context.
+        The calls of a turn run in the order in which the model wrote them. A conversation also ends
+        when it calls again after max_tool_calling_iterations turns that did, and when its next turn
+        would not fit the server's context.
         """
         schemas, by_name = [schema(tool) for tool in tools], {tool.__name__: tool for tool in tools}
         prompt_ids = self._first_ids(prompt, schemas)
@@ -166,13 +166,16 @@ class RolloutLoop:
             if not calls or out_of_turns:
                 break
             answers = [await self.tool_runner.answer(call, by_name) for call in calls]
+            messages = [*prompt, *completion]
+            prompt_ids = self._next_ids(turn, messages, answers, schemas)
+            if not self._fits(prompt_ids):
+                answers = [self.tool_runner.too_long(*answer) for answer in answers]
+                prompt_ids = self._next_ids(turn, messages, answers, schemas)
+            completion += [message for message, _ in answers]
             n_calls += len(calls)
             n_failed += sum(failed for _, failed in answers)
             self.record("tools/parallel_calls_mean", len(calls))
-            results = [result for result, _ in answers]
-            prompt_ids = self._next_ids(turn, prompt, completion, results, schemas)
-            completion += results
-            if prompt_ids is None:
+            if not self._fits(prompt_ids):
                 self.record("tools/context_exhausted_count", 1)
                 break
         if self.has_tools:
@@ -294,7 +297,17 @@ class RolloutLoop:
 
     async def _learn_tools(self) -> None:
         """Before the first rollout: what the model is told of tools, and how it calls them."""
-        schemas = [schema(tool) for tool in self.task.tools] + await self.environments.prepare()
+        try:
+            async with asyncio.timeout(self.rollout_timeout_s) as limit:
+                schemas = await self.environments.prepare()
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise RuntimeError(
+                f"environment_factory made no environment within {self.rollout_timeout_s:g} s "
+                "(rollout_timeout_s)"
+            ) from error
+        schemas = [schema(tool) for tool in self.task.tools] + schemas
         if self.sampler.max_model_len:  # a token is seldom longer than eight characters
             self.tool_runner.max_result_chars = 8 * self.sampler.max_model_len
         self.has_tools = bool(schemas)
@@ -309,21 +322,16 @@ class RolloutLoop:
             self._rendered = (copy.deepcopy(prompt), schemas), ids
         return self._rendered[1]
 
-    def _next_ids(self, turn, prompt, completion, results, schemas) -> list[int] | None:
-        """The prompt of the turn after tool results; None if it does not fit the context. Results
-        that do not fit are replaced by an error first."""
-        longest = (self.sampler.max_model_len or math.inf) - self.config.max_completion_length
-        for attempt in range(2):
-            held = [*turn.prompt_ids, *turn.output_ids]
-            ids = self.template.continuation(held, results, schemas)
-            if ids is None:
-                ids = self.template.ids([*prompt, *completion, *results], schemas).tolist()
-            if len(ids) <= longest:
-                return ids
-            if attempt == 0:
-                for result in results:
-                    result["content"] = '{"error": "the result does not fit the context"}'
-        return None
+    def _next_ids(self, turn, messages, answers, schemas) -> list[int]:
+        """The prompt of the turn after `turn` (the end of `messages`) and its calls' answers."""
+        results = [message for message, _ in answers]
+        held = [*turn.prompt_ids, *turn.output_ids]
+        ids = self.template.continuation(held, results, schemas)
+        return self.template.ids([*messages, *results], schemas).tolist() if ids is None else ids
+
+    def _fits(self, prompt_ids) -> bool:
+        longest = self.sampler.max_model_len or math.inf
+        return len(prompt_ids) + self.config.max_completion_length <= longest
 
     async def _in_thread(self, func, *args):
         return await asyncio.get_running_loop().run_in_executor(self._threads, func, *args)

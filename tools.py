@@ -167,6 +167,14 @@ class ToolRunner:
         message = {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
         return message, error is not None
 
+    def too_long(self, message: dict, failed: bool) -> tuple[dict, bool]:
+        """What `answer` gave, as an error: the conversation has no room for the result."""
+        if failed:
+            return message, True
+        self.record(f"tools/{message['name']}/failure_count", 1)
+        error = json.dumps({"error": "the result does not fit the context"})
+        return message | {"content": error}, True
+
     async def _run(self, tool, call) -> tuple[str | None, str | None]:
         """(result, None) or (None, error) of a call of an existing tool, with its records."""
         result = error = None

@@ -3,10 +3,10 @@
     python bench/chat.py [--conversations 64] [--turns 128]
 
 One process on one core. Server and tool are stand-ins: a reply comes after 0.1 to 0.3 s and costs
-nothing, so what is measured is the worker's: rendering, encoding, parsing calls, running tools, turns
-to samples. "whole" renders and encodes the whole conversation in every turn, "ours" continues it
-(template.py). CPU seconds of the process. How long the event loop was held is seen by a task that
-wants to run every 5 ms, in wall time and in CPU time (the first has other processes in it).
+nothing, so what is measured is the worker's: rendering, encoding, parsing calls, running tools,
+turns to samples. "whole" renders and encodes the whole conversation in every turn, "ours" continues
+it (template.py). CPU seconds of the process. How long the event loop was held is seen by a task
+that wants to run every 5 ms, in wall time and in CPU time (the first has other processes in it).
 """
 
 import argparse

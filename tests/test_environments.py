@@ -179,8 +179,10 @@ def shout(text: str) -> str:
 def test_result_that_does_not_fit_the_context_is_an_error_to_the_model(server):
     agent = Agent(server, call("shout", text="a"), "I see.")
     server.max_model_len = 1000
-    run(server, agent, None, some_reward, task={"tools": (shout,)}).to_the_end()
+    result = run(server, agent, None, some_reward, task={"tools": (shout,)}).to_the_end()
     assert "does not fit the context" in agent.prompts[-1]
+    assert result.mean("tools/failure_frequency") == 1
+    assert result.total("tools/shout/failure_count") == result.total("tools/shout/call_count") == 4
 
 
 def test_blocking_tool_does_not_slow_the_other_rollouts(server):
