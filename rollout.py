@@ -331,7 +331,9 @@ class RolloutLoop:
 
     def _fits(self, prompt_ids) -> bool:
         longest = self.sampler.max_model_len or math.inf
-        return len(prompt_ids) + self.config.max_completion_length <= longest
+        # With a candidate set the server cuts a reply short that does not fit; else it refuses.
+        room = 1 if self.sampler.truncated else self.config.max_completion_length
+        return len(prompt_ids) + room <= longest
 
     async def _in_thread(self, func, *args):
         return await asyncio.get_running_loop().run_in_executor(self._threads, func, *args)

@@ -429,6 +429,19 @@ def test_task_file_is_usable_and_short(name):
         assert len(file.readlines()) < 80
 
 
+def test_task_with_environments_runs_in_the_worker_process(server, tmp_path):
+    make_tokenizer().save_pretrained(tmp_path)
+    Agent(server, lambda i: call("guess", number=1 + i % 9) + call("increment", step=i % 3), "ok")
+    task = tasks.load_task("mixed", {"n_games": 8, "example": False})
+    options = dict(max_completion_length=200, max_steps=1, eos_token_ids=[EOS])
+    with test_rollout.started_worker(server, tmp_path, task, **options) as worker:
+        test_rollout.taken(worker, 16)
+        records = {name for name, _, _ in worker.drain_records()}
+    assert {"tools/latency_s", "env/reset_s", "env/reward_s", "tools/call_frequency"} <= records
+    assert "rewards/GuessEnv/mean" in records or "rewards/IncrementEnv/mean" in records
+    assert "rollout/failed_count" not in records
+
+
 def test_countdown_checks_with_exact_arithmetic():
     from envs import countdown
 

@@ -882,13 +882,13 @@ def tokenizer_folder(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def started_worker(server, folder, task, **options):
+def started_worker(server, folder, task, eos_token_ids=(EOS,), **options):
     worker = RolloutWorker(
         OPTIONS | {"vllm_server_base_url": server.url} | options,
         task,
         model_path=folder,
         model_name="m",
-        eos_token_ids=[EOS],
+        eos_token_ids=eos_token_ids,
     )
     worker.set_allowance(10**6)
     worker.start()
