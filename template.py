@@ -140,9 +140,9 @@ class ChatTemplate:
         text = self._decode(ids, special=False)
         try:
             # The template may have begun the message: the end of the prompt tells.
-            parsed = self.tokenizer.parse_response(
-                ids, prefix=list(prompt_ids[-256:]), tools=list(schemas)
-            )
+            begun = self._decode(prompt_ids[-256:], special=True)
+            said = self._decode(ids, special=True)
+            parsed = self.tokenizer.parse_response(said, prefix=begun, tools=list(schemas))
             calls = []
             for i, one in enumerate(parsed.get("tool_calls") or ()):
                 call = parsing.call_from(one.get("function", one))
@@ -260,17 +260,14 @@ def _with_arguments_as_text(message: dict) -> dict:
 
 def _in_words(function: dict) -> str:
     """add(a: integer, b: integer): Adds two integers. a: The first. b: The second."""
-    properties = function["parameters"].get("properties", {})
-    kinds = {
-        name: one["type"] if isinstance(one.get("type"), str) and "items" not in one else one
-        for name, one in properties.items()
-    }
-    arguments = ", ".join(
-        f"{name}: {kind if isinstance(kind, str) else json.dumps(kind)}"
-        for name, kind in kinds.items()
-    )
-    words = [function["description"], *(f"{n}: {p['description']}" for n, p in properties.items())]
-    return f"{function['name']}({arguments}): {' '.join(words)}"
+    arguments, words = [], [function["description"] or ""]
+    for name, argument in function["parameters"].get("properties", {}).items():
+        kind = {key: value for key, value in argument.items() if key != "description"}
+        if kind.keys() == {"type"} and isinstance(kind["type"], str):
+            kind = kind["type"]
+        arguments.append(f"{name}: {kind if isinstance(kind, str) else json.dumps(kind)}")
+        words.append(f"{name}: {argument['description']}")
+    return f"{function['name']}({', '.join(arguments)}): {' '.join(words)}"
 
 
 def in_words(messages: list[dict], schemas) -> list[dict]:

@@ -28,6 +28,8 @@ def is_async(func) -> bool:
     """Whether calling `func` gives a coroutine; also for partials and objects with __call__."""
     while isinstance(func, functools.partial):
         func = func.func
+    if isinstance(func, type):  # makes an instance, which may be callable and async
+        return False
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(
         getattr(func, "__call__", None)  # noqa: B004 - an instance with `async def __call__`
     )
