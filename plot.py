@@ -5,6 +5,7 @@
                                         one line (their mean) in a band (their smallest to largest)
     python plot.py RUN --reward_only    the reward alone, wide and low, for the top of a README
     python plot.py RUN --text           the same in a terminal, with a diagnosis in words
+    python plot.py RUN --rollouts 8     rollouts.html: eight groups to read (page.py)
 
 From 40 points on, lines and bands are means over a fifteenth of the run; a single run is also drawn
 as recorded, faint.
@@ -21,7 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from metrics import compare, diagnose, read_windows
+import page
+from diagnosis import LIMITS, diagnose
+from metrics import compare, read_windows
 
 # Okabe and Ito's colours: told apart by colour-blind readers and in grey print.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
@@ -44,6 +47,10 @@ PANELS = [  # title, [(label, metric, colour)]; several setups show the first me
             ("kept", "reward_kept", GREEN),
             ("dropped", "reward_dropped", ORANGE),
         ],
+    ),
+    (
+        "Held-out prompts",
+        [("pass@1", "eval/pass_at_1", BLUE), ("pass@k", "eval/pass_at_k", GREEN)],
     ),
     (
         "Shares",
@@ -183,8 +190,9 @@ def summary(windows):
 # ---- picture ----------------------------------------------------------------------------------
 
 
-def draw(setups, path, reward_only=False, columns=2):
-    """One PNG with a panel for each of PANELS that has data."""
+def draw(setups, path, reward_only=False, columns=None):
+    """One PNG with a panel for each of PANELS that has data, in two columns, or three if they fill
+    them."""
     try:
         import matplotlib
     except ImportError as error:
@@ -220,7 +228,7 @@ def draw(setups, path, reward_only=False, columns=2):
     ]
     if not panels:
         raise SystemExit("plot: the runs have none of the metrics that plot.py draws")
-    columns = min(columns, len(panels))
+    columns = min(columns or (3 if len(panels) % 3 == 0 else 2), len(panels))
     rows = -(-len(panels) // columns)
     width, height = (6.6, 2.7) if reward_only else (3.8 * columns, 2.5 * rows + 0.5)
     figure, axes = plt.subplots(
@@ -289,6 +297,10 @@ def draw_panel(ax, title, lines, setups):
         )
     ax.margins(x=0.01)
     if not ax.patches:
+        steps = [window["step"] for seeds in setups.values() for run in seeds for window in run]
+        margin = max(0.01 * (max(steps) - min(steps)), 0.1)
+        ax.set_xlim(min(steps) - margin, max(steps) + margin)  # also where only some have values
+        ax.locator_params(axis="x", integer=True)
         ax.locator_params(axis="y", nbins=4)
         if not title.startswith(("Reward", "Ratio")):
             ax.set_ylim(bottom=0)
@@ -319,7 +331,8 @@ def draw_line(ax, curve, color):
         color=color,
         linewidth=1.8,
         solid_capstyle="round",
-        marker="o" if len(steps_S) == 1 else None,
+        marker="o" if len(steps_S) <= 12 else None,  # evaluations are few
+        markersize=4,
     )
     return True
 
@@ -368,10 +381,9 @@ def number(value):
 
 def limits_of(folder):
     """The options that the diagnosis reads figures against, as far as the run saved them."""
-    names = ("max_staleness", "max_concurrent_rollouts", "num_generations")
     file = folder / "config.json"
     config = json.loads(file.read_text()) if file.is_file() else {}
-    return {name: config[name] for name in names if config.get(name) is not None}
+    return {name: config[name] for name in LIMITS if config.get(name) is not None}
 
 
 def text(folder, windows):
@@ -412,10 +424,14 @@ def main(argv=None):
     parser.add_argument("-o", "--output", help="default: plot.png in the first run's folder")
     parser.add_argument("--text", action="store_true", help="print instead of drawing")
     parser.add_argument("--reward_only", action="store_true", help="one wide panel")
-    parser.add_argument("--columns", type=int, default=2, help="1 for a narrow screen")
+    parser.add_argument("--columns", type=int, help="1 for a narrow screen")
+    parser.add_argument("--rollouts", type=int, metavar="N", help="a page of N groups to read")
     args = parser.parse_args(argv)
     runs = [load(path) for path in args.runs]
-    if args.text:
+    if args.rollouts:
+        for folder, _ in runs:
+            print(page.build(folder, args.rollouts))
+    elif args.text:
         print("\n\n".join(text(*run) for run in runs))
     else:
         output = args.output or runs[0][0] / ("reward.png" if args.reward_only else "plot.png")

@@ -46,6 +46,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import chat
+import dump
 from environments import Environments, methods
 from load import LoadLimit, parse_load
 from sampler import RequestRefused, Sampler, ServerLost
@@ -114,6 +115,7 @@ class Slot(enum.IntEnum):
     HUNGRY = enum.auto()  # 1: the trainer waits and the queue is empty
     STOP = enum.auto()  # 1: come to an end
     BEAT = enum.auto()  # counts up while the worker's event loop runs
+    EVALUATIONS = enum.auto()  # asked for so far; only an evaluation's worker looks (evaluate.py)
 
 
 # ---------------------------------------------------------------------------- in the worker process
@@ -178,7 +180,7 @@ class RolloutLoop:
             if not self._fits(prompt_ids):
                 self.record("tools/context_exhausted_count", 1)
                 break
-        if self.has_tools:
+        if self.tool_names:
             self.record("tools/loop_exhausted_frac", out_of_turns)
         return chat.Rollout(
             completion=completion,
@@ -242,7 +244,8 @@ class RolloutLoop:
             record=self.record,
         )
         self.environments = Environments(task.environment_factory, task.tools, self.tool_runner)
-        self.has_tools = False  # known after _learn_tools()
+        self.tool_names = []  # of all rollouts; known after _learn_tools()
+        self.stories = []  # dump.stories since then
         self.in_flight = 0  # rollouts that hold a slot
         self._threads = ThreadPoolExecutor(len(task.reward_funcs) + 1, "rewards")
         self._shared, self._send = shared, send
@@ -310,7 +313,7 @@ class RolloutLoop:
         schemas = [schema(tool) for tool in self.task.tools] + schemas
         if self.sampler.max_model_len:  # a token is seldom longer than eight characters
             self.tool_runner.max_result_chars = 8 * self.sampler.max_model_len
-        self.has_tools = bool(schemas)
+        self.tool_names = [one["function"]["name"] for one in schemas]
         if schemas:
             kwargs = self.config.chat_template_kwargs
             self.template = ChatTemplate(self.tokenizer, kwargs, self.eos_token_ids, schemas)
@@ -342,7 +345,8 @@ class RolloutLoop:
         """Send samples, ids of groups that have none, and the records so far to the trainer."""
         self._sent_tokens += self._own_tokens(samples)
         records, self.records = self.records, []
-        message = "data", list(samples), records, list(dropped)
+        stories, self.stories = self.stories, []
+        message = "data", list(samples), records, list(dropped), stories
         await asyncio.wrap_future(self._send(message))
 
     def _own_tokens(self, samples) -> int:
@@ -523,7 +527,9 @@ class RolloutLoop:
             start = time.monotonic()
             self.record("rollout/score_wait_s", start - group.queued_at)
             if group.finished:
-                self.records += rollout_records(group.finished, self.eos_token_ids, self.has_tools)
+                self.records += rollout_records(
+                    group.finished, self.eos_token_ids, bool(self.tool_names)
+                )
             samples = await self._score(group.closed())
             self.record("rollout/score_s", time.monotonic() - start)
             await self._ship(samples, [] if samples else [group.group_id])
@@ -563,6 +569,9 @@ class RolloutLoop:
                 shares[f"rewards/{name}/group_std"] = by_this.std()
             self.record(f"rewards/{name}/unscored_count", n - len(by_this))
         self._show(group, advantages)
+        if self.config.dump_rollouts:
+            sources = {**dict(named), "rollout": own}
+            self.stories += dump.stories(group, sources, advantages, is_kept, self.tool_names)
         if not is_kept:
             return []
         now = time.time()
@@ -572,6 +581,7 @@ class RolloutLoop:
                 advantage=float(advantages[i]),
                 group_id=group.group_id,
                 row_index=group.row_index,
+                rollout_index=int(i),
                 metrics={name: float(value) for name, value in shares.items()}
                 | {"reward_kept": float(group.rewards[i])},
                 created_at=now,

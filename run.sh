@@ -83,7 +83,8 @@ case " ${options[*]} " in *" --help "* | *" -h "*) exec "$python" grpo.py --help
 plan=$(mktemp)
 trap 'rm -f "$plan"' EXIT
 "$python" grpo.py --prepare "$plan" ${options[@]+"${options[@]}"}
-# MODEL_PATH MODEL_NAME LOGPROBS TRAIN_PROCESSES (empty: all) SERVER_URL (empty: ours to start)
+# MODEL_PATH MODEL_NAME CPU_DTYPE LOGPROBS TOP_K (empty: all tokens) TRAIN_PROCESSES (empty: all)
+# SERVER_URL (empty: ours to start)
 . "$plan"
 [ ! -d "$MODEL_PATH" ] || export HF_HUB_OFFLINE=1 # a folder needs no hub
 
@@ -128,12 +129,17 @@ print(s.getsockname()[1])')}
     train_gpus=${TRAIN_GPUS:-$(gpu_list $((gpus / 2)) $((gpus - 1)))}
     flags+=(--max-model-len "${MAX_MODEL_LEN:-4096}" --api-server-count 8 --dtype bfloat16
       --weight-transfer-config '{"backend":"nccl"}')
+    if [ -n "$TOP_K" ]; then # the candidate set of each token; only this runner returns it
+      flags+=(--return-sampling-mask)
+      export VLLM_USE_V2_MODEL_RUNNER=1
+    fi
     PYTHONPATH=$PWD:${PYTHONPATH:-} CUDA_VISIBLE_DEVICES=$vllm_gpus setsid \
       "$python" -m vllm.entrypoints.cli.main serve "$MODEL_PATH" \
       "${flags[@]}" ${VLLM_ARGS:-} > "$log" 2>&1 &
   else
     # bf16 only where the CPU computes with it: elsewhere it is emulated, five times slower than float32.
-    dtype=float32
+    # A gated DeltaNet hybrid can be served in bf16 only (CPU_DTYPE).
+    dtype=${CPU_DTYPE:-float32}
     grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo 2>/dev/null && dtype=bfloat16
     flags+=(--max-model-len "${MAX_MODEL_LEN:-512}" --dtype "$dtype" --enforce-eager
       # the smallest there is (128 by default), so that short prompts reach the prefix cache
@@ -143,7 +149,7 @@ print(s.getsockname()[1])')}
     export OMP_WAIT_POLICY=PASSIVE # server and trainer share the cores: who waits must not spin
     export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
     export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-0-$(($(nproc) - 1))}
-    PYTHONPATH=$PWD:${PYTHONPATH:-} setsid "$python" -m vllm.entrypoints.openai.api_server \
+    PYTHONPATH=$PWD:$PWD/stubs:${PYTHONPATH:-} setsid "$python" -m vllm.entrypoints.openai.api_server \
       --model "$MODEL_PATH" "${flags[@]}" ${VLLM_ARGS:-} > "$log" 2>&1 &
   fi
   server=$!

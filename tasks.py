@@ -16,6 +16,7 @@ rewards. Everything is sent to the worker process, so it must be importable ther
 Test: pytest tests/test_tasks.py
 """
 
+import dataclasses
 import functools
 import importlib.util
 import pickle
@@ -130,6 +131,21 @@ def tool_names(task: Task) -> list[str]:
     """The tools of all environments, as far as they are known beforehand."""
     methods = [name for cls in environment_classes(task) for name in method_names(cls)]
     return [*(tool.__name__ for tool in task.tools), *methods]
+
+
+def load_eval_task(config, task: Task) -> Task:
+    """The task of --eval_env; an option that it shares with the trained task has the same value."""
+    eval_task = load_task(config.eval_env)
+    if eval_task.name == task.name and eval_task.path != task.path:  # one would replace the other
+        raise ValueError(
+            f"--eval_env {config.eval_env}: its file has the name of the trained task's, "
+            f"{task.path}; rename one of them"
+        )
+    if not (task.options and eval_task.Options):
+        return eval_task
+    names = {field.name for field in dataclasses.fields(eval_task.Options)}
+    shared = {n: value for n, value in vars(task.options).items() if n in names}
+    return load_task(config.eval_env, shared)
 
 
 def check_task(task: Task) -> None:

@@ -50,7 +50,7 @@ def _die_with(parent_pid: int) -> None:
 
 
 def _worker_main(
-    pipe, shared, parent_pid, *, pickled_task, task_path, config, model_path, **arguments
+    pipe, shared, parent_pid, *, pickled_task, task_path, config, model_path, evaluates, **arguments
 ) -> None:
     """The worker process. Ends by os._exit: a reward that never returns must not keep it alive."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us too; the trainer stops us
@@ -70,7 +70,12 @@ def _worker_main(
         tokenizer = AutoTokenizer.from_pretrained(
             model_path, trust_remote_code=config["trust_remote_code"]
         )
-        loop = (task.rollout_loop or RolloutLoop)(
+        loop_class = task.rollout_loop or RolloutLoop
+        if evaluates:
+            from evaluate import loop_for  # it imports this file
+
+            loop_class = loop_for(loop_class)
+        loop = loop_class(
             types.SimpleNamespace(**config, **options),
             task,
             tokenizer,
@@ -125,6 +130,7 @@ class RolloutWorker:
         model_name: str,  # as the server serves it
         eos_token_ids,  # all that end a turn
         start_index: int = 0,  # first prompt in the run's order
+        evaluates: bool = False,  # evaluates when asked, instead of making samples (evaluate.py)
     ):
         check_task(task)
         twice = sorted(config.keys() & (vars(task.options).keys() if task.options else ()))
@@ -139,11 +145,13 @@ class RolloutWorker:
             "model_name": model_name,
             "eos_token_ids": [int(i) for i in eos_token_ids],
             "start_index": start_index,
+            "evaluates": evaluates,
         }
         self._context = multiprocessing.get_context("spawn")
         self._shared = self._context.RawArray(ctypes.c_int64, len(Slot))
         self._ready = threading.Condition()  # guards all below
         self._samples, self._records, self._dropped = deque(), [], []
+        self._stories = []
         self._failure: str | None = None
         self._done = False  # the worker said that there are no more prompts
         self._closed = False  # the pipe has ended
@@ -197,6 +205,10 @@ class RolloutWorker:
         """Tokens that may be queued and in progress: max(max_staleness, 1) last steps' worth."""
         self._shared[Slot.ALLOWANCE] = int(tokens)
 
+    def start_evaluation(self) -> None:
+        """Of the version that was set last (a worker with `evaluates` only)."""
+        self._shared[Slot.EVALUATIONS] += 1
+
     def release(self, tokens: int) -> None:
         """Tokens (Sample.own_tokens) of samples that left the queue, for training or dropped."""
         with self._ready:
@@ -213,6 +225,12 @@ class RolloutWorker:
         with self._ready:
             dropped, self._dropped = self._dropped, []
         return dropped
+
+    def drain_stories(self) -> list[dict]:
+        """dump.stories of the groups that were scored since the last call (--dump_rollouts)."""
+        with self._ready:
+            stories, self._stories = self._stories, []
+        return stories
 
     def check(self) -> None:
         """Raise RuntimeError if the worker failed, died or hangs."""
@@ -278,10 +296,11 @@ class RolloutWorker:
         kind, *content = message
         with self._ready:
             if kind == "data":
-                samples, records, dropped = content
+                samples, records, dropped, stories = content
                 self._samples.extend(samples)
                 self._records.extend(records)
                 self._dropped.extend(dropped)
+                self._stories.extend(stories)
                 if samples:
                     self._shared[Slot.HUNGRY] = 0
             elif kind == "failed":

@@ -1,7 +1,7 @@
 """Tree attention on one GPU: FlexAttention's FLASH and Triton backends against gathered K/V.
 
     pip install flash-attn-4==4.0.0b36 nvidia-cutlass-dsl==4.8.0
-    python bench/attention.py                  # one H200, under 4 minutes, most of it compilation
+    python bench/attention.py                  # one H200, under 7 minutes, most of it compilation
     python bench/attention.py --device cpu     # the same code on tiny shapes: does it run at all?
 
 The gathered way is the reference implementation's: K/V copied once per segment of the tree, then
@@ -19,10 +19,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from torch.utils.checkpoint import checkpoint
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # this file's folder has a packing.py too
 import attention  # noqa: E402
+import model  # noqa: E402
 import packing  # noqa: E402
 
 START = time.perf_counter()
@@ -44,7 +44,7 @@ FEATURES = {
 }
 
 
-def row_of(groups, size, prompt, completion, vocab=30_000):
+def samples_of(groups, size, prompt, completion, vocab=30_000):
     rng, samples = np.random.default_rng(0), []
     for group in range(groups):
         # groups differ in their first token, so that they share nothing
@@ -66,7 +66,11 @@ def row_of(groups, size, prompt, completion, vocab=30_000):
                     metrics={},
                 )
             )
-    return packing.pack_row(samples, 1 << 20, packing.bucket)
+    return samples
+
+
+def row_of(*shape):
+    return packing.pack_row(samples_of(*shape), 1 << 20, packing.bucket)
 
 
 def inputs(size, heads, kv_heads, dim, args):
@@ -207,97 +211,74 @@ def mask_times(args):
 
 
 def training(args):
-    """Trained tokens/s of packed rows and of unpacked padding-free rows, for a stack of layers
-    shaped like Qwen3-1.7B with a vocabulary cut in proportion, so that the head weighs the same."""
-    from transformers import Qwen3Config
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
+    """Trained tokens/s of packed rows and of the same samples in padding-free rows, for the policy
+    as it is trained: a stack of layers shaped like Qwen3-1.7B, compiled and checkpointed, with a
+    vocabulary cut in proportion, so that the head weighs the same."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     attention.register_attention()
-    shape = dict(
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-    )
-    if not args.cuda:
-        shape = dict(
-            hidden_size=64,
-            intermediate_size=128,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-        )
-    vocab = 151_936 * args.layers // 28
+    size = (2048, 6144, 16, 8, 128) if args.cuda else (64, 128, 4, 2, 32)
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     config = Qwen3Config(
         num_hidden_layers=args.layers,
-        vocab_size=vocab,
+        vocab_size=151_936 * args.layers // 28,
         attn_implementation=attention.ATTENTION,
-        **shape,
+        **dict(zip((*names, "head_dim"), size)),
     )
     with torch.device(args.device):
-        model = Qwen3Model._from_config(config, dtype=args.dtype)
-    head = torch.nn.Linear(
-        shape["hidden_size"], vocab, bias=False, device=args.device, dtype=args.dtype
-    )
+        policy = model.Policy(Qwen3ForCausalLM._from_config(config, dtype=args.dtype))
+    policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy.train()
     if args.cuda:
-        for layer in model.layers:
-            layer.compile(dynamic=False)
-
-    def chunk_loss(hidden, targets):
-        return torch.nn.functional.cross_entropy(head(hidden).float(), targets, reduction="sum")
+        for layer in model.layers(policy):
+            layer.compile()
 
     def step(row, backend):
         tree = attention.TreeMask(row, backend).prepare(config)
-        hidden = model(
-            input_ids=row.input_ids[None],
-            position_ids=row.position_ids[None],
-            use_cache=False,
-            tree=tree,
-        ).last_hidden_state[0, row.term_positions]
-        loss = sum(
-            checkpoint(chunk_loss, h, t, use_reentrant=False)
-            for h, t in zip(hidden.split(4096), row.term_targets.split(4096))
-        )
-        loss.backward()
-        model.zero_grad()
-        head.zero_grad()
+        log_probs, _ = policy(row, tree, temperature=1.0)
+        log_probs.sum().backward()
+        policy.zero_grad()
 
-    # 8 (p + c) / (p + 8 c) = 3.4 at p = 4.17 c; 5 groups packed, and the same samples four rows
-    prompt, completion = (2136, 512) if args.cuda else (42, 10)
-    packed = row_of(5, 8, prompt, completion, vocab).to(args.device)
-    plain = row_of(10, 1, prompt, completion, vocab).to(args.device)
-    rates = {}
-    runs = [
-        ("packed", packed, "auto"),
-        ("unpacked", plain, "auto"),
-        ("unpacked varlen", plain, "varlen"),
-    ]
-    for name, row, backend in runs:
-        call = functools.partial(step, row, backend)
-        took = attempt(name, lambda c=call: milliseconds(c, args, -(-args.repeats // 3)), args)
-        if took is not None:
-            rates[name] = 1e3 * len(row.term_targets) / took
-            print(
-                f"  {name:16} {row.n_tokens:6} tokens, {len(row.term_targets):6} trained: "
-                f"{took:8.1f} ms, {rates[name]:,.0f} trained tokens/s",
-                flush=True,
+    # G (p + c) / (p + G c) = 3.4 at p = 4.17 c for G = 8 and at p = 16 c for G = 4
+    lines = []
+    for size, prompt, completion in ((8, 2136, 512), (4, 4096, 256)):
+        if not args.cuda:
+            prompt, completion = prompt // 50, completion // 50
+        groups = -(-31_000 // (prompt + size * completion)) if args.cuda else 2
+        packed = row_of(groups, size, prompt, completion, config.vocab_size).to(args.device)
+        n_plain = max(1, packed.n_tokens // (prompt + completion))
+        plain = row_of(n_plain, 1, prompt, completion, config.vocab_size).to(args.device)
+        rates = {}
+        for name, row, backend in (
+            ("packed", packed, "auto"),
+            ("unpacked", plain, "auto"),
+            ("unpacked varlen", plain, "varlen"),
+        ):
+            call = functools.partial(step, row, backend)
+            took = attempt(name, lambda c=call: milliseconds(c, args, -(-args.repeats // 3)), args)
+            if took is not None:
+                rates[name] = 1e3 * len(row.term_targets) / took
+                print(
+                    f"  groups of {size}, {name:16} {row.n_tokens:6} tokens, "
+                    f"{len(row.term_targets):6} trained: {took:8.1f} ms, "
+                    f"{rates[name]:,.0f} trained tokens/s",
+                    flush=True,
+                )
+        unpacked = max((rate for name, rate in rates.items() if name != "packed"), default=None)
+        if "packed" in rates and unpacked:
+            lines.append(
+                f"groups of {size}, packing ratio {packed.raw_tokens / packed.n_tokens:.2f}: "
+                f"{rates['packed']:,.0f} trained tokens/s, unpacked padding-free rows "
+                f"{unpacked:,.0f}: {rates['packed'] / unpacked:.2f} times"
             )
-    unpacked = max((rate for name, rate in rates.items() if name != "packed"), default=None)
-    if "packed" in rates and unpacked:
-        return [
-            f"packing ratio {packed.raw_tokens / packed.n_tokens:.2f}: {rates['packed']:,.0f} "
-            f"trained tokens/s, unpacked padding-free rows {unpacked:,.0f}: "
-            f"{rates['packed'] / unpacked:.2f} times"
-        ]
-    return []
+    return lines
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--layers", type=int, default=8, help="of the stack that is trained")
-    parser.add_argument("--seconds", type=int, default=220, help="begin nothing new after these")
+    parser.add_argument("--seconds", type=int, default=400, help="begin nothing new after these")
     parser.add_argument("--verbose", action="store_true", help="stop at the first error")
     args = parser.parse_args()
     args.device = torch.device(args.device)

@@ -79,7 +79,7 @@ def make_loop(n_turns, waits):
     schemas = [tools.schema(search)]
     loop.template = ChatTemplate(tokenizer, {}, [2], schemas)
     assert loop.template.appends
-    loop.has_tools, loop.turn_of, loop.waits = True, {}, waits
+    loop.tool_names, loop.turn_of, loop.waits = ["search"], {}, waits
     loop.script(n_turns)
     return loop
 

@@ -50,60 +50,6 @@ def terms_of(log_probs, sampler, advantages):
     )
 
 
-class GradientsInForward(torch.autograd.Function):
-    """The other plan: three products. Rows in blocks with the whole vocabulary, so that a block's
-    loss is known at once and its gradients can be formed before its logits are gone. The price: a
-    float32 copy of the weight's gradient, read and written for each block, and a head that has to
-    know the loss."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, candidates, sampler, advantages, block, compiled):
-        form = (1.0, None, 1.0, hidden.dtype)
-        hidden_grad = torch.empty_like(hidden)
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32)
-        total_loss = 0.0
-        for rows in loss._slices(len(hidden), block):
-            products = hidden[rows] @ weight.t()
-            local = candidates[rows]
-            zeros = products.new_zeros(len(local), dtype=torch.float32)
-            state = (zeros + loss.NEVER, zeros, zeros, torch.zeros_like(local, dtype=torch.float32))
-            highest, total, _, z = loss._call(
-                loss._fold_tile, compiled, form, products, None, None, local, *state
-            )
-            log_normaliser = highest + total.log()
-            with torch.enable_grad():
-                log_probs = (z - log_normaliser.unsqueeze(1)).requires_grad_()
-                block_loss = terms_of(log_probs, sampler[rows], advantages[rows]).sum()
-                (upstream,) = torch.autograd.grad(block_loss, log_probs)
-            total_loss = total_loss + block_loss.detach()
-            grad = loss._call(
-                loss._tile_gradient,
-                compiled,
-                form,
-                products,
-                None,
-                None,
-                local,
-                log_normaliser,
-                upstream,
-            )
-            del products
-            hidden_grad[rows] = grad @ weight
-            loss._add_product_(weight_grad, grad.t(), hidden[rows])
-            del grad
-        ctx.save_for_backward(hidden_grad, weight_grad.to(weight.dtype))
-        return total_loss
-
-    @staticmethod
-    def backward(ctx, upstream):
-        hidden_grad, weight_grad = ctx.saved_tensors
-        return (
-            hidden_grad * upstream,
-            weight_grad.mul_(upstream.to(weight_grad.dtype)),
-            *(None,) * 5,
-        )
-
-
 def whole_products(hidden, weight, n_products):
     """The least that any head has to do: logits (once or twice), gradients of hidden and weight."""
     with torch.no_grad():
@@ -123,9 +69,7 @@ def tiled_products(hidden, weight, tile):
         for columns in loss._slices(len(weight), tile[1]):
             grad = hidden @ weight[columns].t()
             loss._add_product_(hidden_grad, grad, weight[columns])
-            weight_grad_WH = torch.zeros_like(weight[columns], dtype=torch.float32)
-            loss._add_product_(weight_grad_WH, grad.t(), hidden)
-            weight_grad[columns] = weight_grad_WH
+            weight_grad[columns] = loss._product(grad.t(), hidden, hidden.dtype)
         return hidden_grad.to(hidden.dtype), weight_grad
 
 
@@ -222,10 +166,10 @@ def main():
     device = parser.parse_args().device
     if device == "cuda":
         shape = {"n_terms": 16384, "hidden_size": 2048, "vocab_size": 151936, "n_candidates": 9}
-        tile, widths, blocks = (16384, 8192), (4096, 16384), (1024, 2048)
+        tile, widths = (32768, 16384), (8192,)
     else:
         shape = {"n_terms": 64, "hidden_size": 32, "vocab_size": 1000, "n_candidates": 9}
-        tile, widths, blocks = (64, 256), (128, 512), (16,)
+        tile, widths = (64, 256), (512,)
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     torch._dynamo.config.recompile_limit = 64  # many tile widths in one process; training has two
     hidden, weight, candidates, sampler, advantages = make_inputs(device, **shape)
@@ -236,11 +180,6 @@ def main():
         options = {"tile": tile, "compiled": device == "cuda"} | options
         log_probs, _ = loss.candidate_log_probs(hidden, weight, candidates, **options)
         terms_of(log_probs, sampler, advantages).sum().backward()
-
-    def in_forward(block):
-        GradientsInForward.apply(
-            hidden, weight, candidates, sampler, advantages, block, device == "cuda"
-        ).backward()
 
     def one_log_prob(upstream):  # for the check against the peers: the sampled token only
         options = {"tile": tile, "compiled": device == "cuda"}
@@ -258,7 +197,6 @@ def main():
         **{f"ours, tiles {w} wide": lambda w=w: ours(tile=(tile[0], w)) for w in widths},
         "ours, fp32_head": lambda: ours(fp32_head=True),
         "ours, sets of 20": lambda: ours(**sets),
-        **{f"gradients in forward, {b} rows (3)": lambda b=b: in_forward(b) for b in blocks},
         "trl": lambda: trl_step(hidden, weight, targets, advantages),
         "liger": lambda: liger_step(hidden, weight, targets, 1, None),
         "liger, 8x chunks, fp32 sums": lambda: liger_step(
@@ -266,7 +204,6 @@ def main():
         ),
     }
     checks = {
-        **{f"gradients in forward, {b} rows (3)": lambda: ours() for b in blocks},
         "ours, not compiled": lambda: ours(),
         "trl": lambda: one_log_prob(advantages),
         "liger": lambda: one_log_prob(minus_one),

@@ -1,6 +1,7 @@
 """The whole thing against a real vLLM server (its CPU build) with a tiny random model."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -9,6 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+
+import dump
+import metrics
 
 pytestmark = pytest.mark.server
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,9 +51,13 @@ def start_run(server, tmp_path, *options, task=TASK, processes=1):
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=os.environ
-            | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            env=quiet(),
         )
+
+
+def quiet():
+    """The environment of a trainer: offline, on the CPU, one thread."""
+    return os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def finish(process, tmp_path, timeout=240):
@@ -118,6 +127,103 @@ def test_one_epoch_trains_every_prompt_and_ends_by_itself(tiny_server, tmp_path)
     trained = sum(step["batch/samples_per_step"] for step in windows(tmp_path))
     # 7 prompts of 4 rollouts; a group of equal rewards is dropped, and counts toward the epoch
     assert trained % 4 == 0 and 20 <= trained <= 28, output[-3000:]
+
+
+# What may be null in a window of a run without tools and turns, each with its reason.
+MAY_BE_NULL = {
+    "rollout/fork_frac": "no second turn",
+    "rollout/drift_tokens_mean": "no second turn",
+    "rollout/drift_tokens_max": "no second turn",
+    "rollout/score_block_s": "scoring was never behind",
+    "rollout/backpressure_s": "generation was not held back",
+    "reward_dropped": "no group was dropped",
+    "completions/mean_terminated_length": "no rollout ended by itself",
+    "completions/min_terminated_length": "no rollout ended by itself",
+    "completions/max_terminated_length": "no rollout ended by itself",
+    "sampling/sync_check_max": "no sync, so no proof of one",
+    **dict.fromkeys(
+        ["perf/weight_sync_s"]
+        + [f"perf/weight_sync_{p}_s" for p in ("pause", "barrier", "transfer")],
+        "the sync waited for an evaluation",
+    ),
+    **dict.fromkeys(
+        ["rollout/generated_tokens_per_s", "rollout/concurrency", "rollout/concurrency_cap"],
+        "recorded once a second, a step may be shorter",
+    ),
+    **dict.fromkeys(
+        ["rollout/vllm_kv_cache_usage_frac", "rollout/vllm_running_requests"]
+        + ["rollout/vllm_queued_requests"],
+        "the server is polled every 5 seconds",
+    ),
+    **dict.fromkeys(
+        ["reward", "reward_min", "reward_max", "frac_reward_zero_std", "rewards/even/mean"]
+        + [f"completions/{n}" for n in "mean_length min_length max_length clipped_ratio".split()]
+        + ["completions/duplicate_frac", "rollout/duration_s", "rollout/turns_mean"]
+        + ["rollout/turns_max", "rollout/samples_per_rollout", "rollout/score_queue_size"]
+        + ["rollout/score_s", "rollout/score_wait_s"],
+        "no group was scored since the step before",
+    ),
+}
+
+
+def test_ten_steps_can_be_seen_evaluated_and_replayed(tiny_server, tmp_path):
+    """Two processes, then the same again with one: what was logged, dumped, evaluated."""
+    options = [
+        "--max_steps",
+        "10",
+        "--dump_rollouts",
+        "--eval_env",
+        str(tmp_path / "share_even.py"),
+    ]
+    options += ["--eval_steps", "4", "--eval_prompts", "6", "--eval_pass_reward", "0.5"]
+    code, output = finish(start_run(tiny_server, tmp_path, *options, processes=2), tmp_path)
+    assert code == 0, output[-3000:]
+    run = tmp_path / "run"
+    steps = metrics.read_windows(run / "metrics.jsonl")
+    assert [step["step"] for step in steps] == list(range(1, 11))
+    for name in metrics.applicable("score_centering", rewards=["even"]):
+        values = [step[name] for step in steps]  # KeyError: it is not in the file
+        if not all(map(math.isfinite, values)):
+            assert name in MAY_BE_NULL, f"{name}: {values}"
+    assert steps[-1]["epoch"] > steps[0]["epoch"] > 0
+
+    # The folder says what was run, and on what.
+    facts = json.loads((run / "run.json").read_text())
+    assert facts["vllm"] and facts["torch"] == torch.__version__ and facts["processes"] == 2
+    assert "grpo.py --env" in facts["command"] and len(facts["git_sha"]) in (0, 40)
+    assert (run / "task.py").read_text() == TASK and (run / "git.diff").exists()
+    assert (ROOT / "runs/latest").resolve() == run
+
+    # Every evaluation under one version, the last one of the last weights.
+    evaluated = [step for step in steps if "eval/step" in step]
+    assert evaluated and evaluated[-1]["eval/step"] == 10
+    stories = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
+    for step in {story["step"] for story in stories}:
+        mine = [story for story in stories if story["step"] == step]
+        assert len(mine) == 6 * 4  # prompts x rollouts
+        assert {version for story in mine for version in story["versions"]} == {step}
+    last = [story["reward"] >= 0.5 for story in stories if story["step"] == 10]
+    assert evaluated[-1]["eval/pass_at_1"] == pytest.approx(sum(last) / 24)
+
+    # Every trained sample is in the dump, once, and in a line of a rollout.
+    lines = dump.read_rollouts(run)
+    assert len({(line["group"], line["rollout"]) for line in lines}) == len(lines)
+    trained = [s for line in lines for s in line["samples"] if s["outcome"] == "trained"]
+    assert len(trained) == sum(step["batch/samples_per_step"] for step in steps)
+    for file, step in zip(dump.step_files(run), steps, strict=True):
+        samples = dump.read_step(file).samples
+        assert sum(s.trained.any() for s in samples) == step["batch/samples_per_step"]
+
+    replay = [sys.executable, "grpo.py", "--replay", str(run), "--report_to", "none"]
+    replay += ["--output_dir", str(tmp_path / "replay")]
+    subprocess.run(replay, cwd=ROOT, check=True, capture_output=True, env=quiet(), timeout=200)
+    again = metrics.read_windows(tmp_path / "replay/metrics.jsonl")
+    assert len(again) == 10
+    for live, replayed in zip(steps, again):
+        assert replayed["loss"] == pytest.approx(live["loss"], abs=1e-5)
+        assert replayed["grad_norm"] == pytest.approx(live["grad_norm"], rel=1e-5)
+        assert replayed["num_tokens"] == live["num_tokens"]
+        assert replayed["reward_kept"] == pytest.approx(live["reward_kept"], rel=1e-6)
 
 
 def test_a_broken_reward_reaches_the_trainer_with_its_traceback(tiny_server, tmp_path):

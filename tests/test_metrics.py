@@ -1,4 +1,4 @@
-"""metrics.py and plot.py: windows worked by hand, broken sinks, the diagnosis row by row, pictures.
+"""metrics.py and plot.py: windows worked by hand, broken sinks, METRICS.md, pictures.
 
 Run: pytest tests/test_metrics.py
 """
@@ -15,7 +15,7 @@ import pytest
 
 import metrics as m
 import plot
-from metrics import NAN, Metrics, diagnose
+from metrics import NAN, Metrics
 
 ROOT = Path(__file__).parent.parent
 
@@ -164,6 +164,22 @@ def test_a_window_forgets_the_one_before():
     assert "reward" not in metrics.flush(3)
 
 
+def test_what_comes_after_the_last_step_joins_its_window(tmp_path):
+    metrics = Metrics(tmp_path, report_to="none")
+    metrics.declare(["entropy", "x_count"])
+    metrics.extend([("reward", 0.5, 1.0), ("x_count", 2, 1.0)])
+    metrics.flush(3)
+    metrics.finish(3)  # nothing came: no line
+    metrics.record("eval/pass_at_1", 0.25)
+    metrics.finish(3)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    (window,) = m.read_windows(tmp_path / "metrics.jsonl")
+    assert window["reward"] == 0.5 and window["x_count"] == 2 and window["eval/pass_at_1"] == 0.25
+    metrics.record("reward", 1.0)
+    metrics.finish(4)  # a last window that is shorter than the others
+    assert [w["step"] for w in m.read_windows(tmp_path / "metrics.jsonl")] == [3, 4]
+
+
 def test_declared_names_are_in_an_empty_window():
     metrics = Metrics()
     metrics.declare(m.applicable("tools", "moe", rewards=["correct"], tools=["search", "python"]))
@@ -279,6 +295,12 @@ def test_a_full_disk_costs_lines_not_the_run(tmp_path, capsys):
     assert [w["step"] for w in m.read_windows(tmp_path / "run" / "metrics.jsonl")] == [2]
 
 
+def story(reward):
+    names = ("group", "rollout", "rewards", "advantage", "versions", "generated_tokens")
+    messages = {"prompt": [{"content": "2+2?"}], "completion": [{"content": "4"}]}
+    return dict.fromkeys(names) | messages | {"reward": reward}
+
+
 def test_trackers_get_finite_values_and_the_step(tmp_path, monkeypatch):
     events = []
     for name in ("trackio", "wandb"):
@@ -288,19 +310,23 @@ def test_trackers_get_finite_values_and_the_step(tmp_path, monkeypatch):
             types.SimpleNamespace(
                 init=lambda **kw: events.append((kw["project"], kw["name"], kw["config"])),
                 log=lambda values, step: events.append((values, step)),
+                Trace=lambda messages, metadata: (messages, metadata["reward"]),
                 finish=lambda: events.append("finish"),
             ),
         )
     metrics = Metrics(tmp_path / "sums", report_to="trackio, wandb", config={"seed": 3})
     metrics.record("reward", 0.5)
     metrics.declare(["entropy"])  # NaN: no point
+    metrics.trace([story(i) for i in range(m.TRACES + 1)])
     metrics.flush(7)
+    metrics.flush(8)  # a window forgets the conversations of the one before
     metrics.close()
     metrics.close()
-    assert (
-        events
-        == [("espalier", "sums", {"seed": 3})] * 2 + [({"reward": 0.5}, 7)] * 2 + ["finish"] * 2
-    )
+    # trackio gets the first conversations as traces, wandb none
+    traces = [([{"content": "2+2?"}, {"content": "4"}], i) for i in range(m.TRACES)]
+    assert events[:2] == [("espalier", "sums", {"seed": 3})] * 2
+    assert events[2:4] == [({"reward": 0.5, "rollouts": traces}, 7), ({"reward": 0.5}, 7)]
+    assert events[4:] == [({}, 8)] * 2 + ["finish"] * 2
 
 
 def test_a_tracker_that_is_not_installed_is_a_warning(tmp_path, capsys, monkeypatch):
@@ -322,6 +348,18 @@ def test_tensorboard_is_written_if_installed(tmp_path):
 
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward")] == [(3, 0.25)]
+
+
+def test_the_bar_counts_steps_and_lines_go_past_it(tmp_path, capsys):
+    pytest.importorskip("tqdm")
+    metrics = Metrics(tmp_path, report_to="none", total_steps=4, disable_tqdm=False)
+    metrics.extend([("loss", 0.5, 1.0), ("reward", 0.25, 1.0)])
+    metrics.flush(2)
+    metrics.close()
+    said = capsys.readouterr()
+    assert "step 2/4  reward  0.250" in said.out
+    assert "2/4" in said.err and "loss 0.5000, reward 0.250" in said.err
+    assert Metrics(tmp_path, report_to="none").bar is None  # not on a terminal
 
 
 def test_the_console_line_has_the_figures_and_leaves_out_unknown_ones():
@@ -347,167 +385,6 @@ def test_the_console_line_has_the_figures_and_leaves_out_unknown_ones():
     assert "\033[31m" in m.step_line(7, {"loss": NAN}, color=True)  # red
 
 
-# ---- diagnosis: the spec's lists and tables, row by row -----------------------------------------
-
-STEP = {
-    "perf/step_s": 10.0,
-    "perf/rollout_wait_s": 0.5,
-    "rollout/backpressure_s": NAN,
-    "batch/samples_per_step": 64,
-    "rollout/queue_size": 64,
-    "sample/staleness_mean": 1.0,
-}
-WAITS = STEP | {"perf/rollout_wait_s": 6.3, "rollout/queue_size": 1}
-SERVER = {
-    "rollout/concurrency": 40,
-    "rollout/concurrency_cap": 100,
-    "rollout/score_s": 2.5,
-    "rollout/vllm_kv_cache_usage_frac": 0.3,
-    "rollout/score_queue_size": 0,
-    "rollout/generated_tokens_per_s": 3200,
-}
-
-
-@pytest.mark.parametrize(
-    "window, said",
-    [
-        (STEP, "balanced: training waited 5% of a step (0.5 of 10.0 s)"),
-        (
-            WAITS | SERVER,
-            "generation-bound: training waited 63% of a step (6.3 of 10.0 s). vLLM makes "
-            "3,200 tokens/s (40 rollouts in flight, KV cache 30% full)",
-        ),
-        (
-            STEP
-            | {
-                "rollout/backpressure_s": 4.0,
-                "rollout/queue_size": 224,
-                "sample/staleness_mean": 3.6,
-            },  # 224 / 64 = 3.5 steps
-            "trainer-bound: generation was held back for 4.0 s at a time, the queue holds 3.5 "
-            "steps, staleness is 3.6 of at most 4",
-        ),
-        (
-            WAITS | {"rollout/backpressure_s": 4.0},
-            "max_staleness is too tight: training waited 63%",
-        ),
-        (
-            WAITS | SERVER | {"rollout/concurrency": 128, "rollout/concurrency_cap": 128},
-            "max_concurrent_rollouts sets the limit (128 rollouts in flight, KV cache 30% full): "
-            "raise it (now 128)",
-        ),
-        (
-            WAITS | SERVER | {"rollout/concurrency": 99, "rollout/vllm_kv_cache_usage_frac": 0.83},
-            "The server's load sets the limit (99 rollouts in flight, cap 100, KV cache 83% full)",
-        ),
-        (
-            WAITS | SERVER | {"rollout/score_queue_size": 5},
-            "Scoring lags (5 groups wait, 2.5 s a group)",
-        ),
-        ({}, None),
-    ],
-)
-def test_bottleneck_rows(window, said):
-    lines = diagnose(window, max_staleness=4, max_concurrent_rollouts=128)
-    assert said in lines[0] if said else lines == []
-    assert len(lines) <= 1 and all(line.count(". ") <= 2 for line in lines)
-
-
-def groups(dropped, stuck_at, reward, **more):
-    return {"frac_reward_zero_std": dropped, "reward_dropped": stuck_at, "reward": reward} | more
-
-
-@pytest.mark.parametrize(
-    "now, before, said",
-    [
-        # dropped, reward_dropped, reward
-        (groups(0.1, 0.9, 0.5), {}, "healthy: 10% of groups"),
-        (groups(0.1, NAN, 0.5), {}, "healthy"),
-        (groups(0.4, 0.95, 0.8), groups(0.2, 0.9, 0.5), "saturating at the top: 40%"),
-        (
-            groups(0.9, 0.99, 0.97),
-            {},
-            "saturating at the top: 90% of groups carry no signal, stuck at 0.99; reward 0.97",
-        ),
-        (groups(0.8, 0.02, 0.05), groups(0.8, 0.02, 0.04), "stuck at the bottom: 80%"),
-        (
-            groups(0.8, 0.02, 0.05, **{"completions/clipped_ratio": 0.6}),
-            {},
-            "60% of completions are cut off: raise max_completion_length",
-        ),
-        (
-            groups(0.8, 0.02, 0.05, **{"completions/clipped_ratio": 0.01}),
-            {},
-            "read a few and check that the reward function parses them",
-        ),
-        (groups(0.7, 0.02, 0.3), groups(0.9, 0.01, 0.1), "hard prompts"),
-        (
-            groups(0.4, 0.3, 0.4, entropy=0.1),
-            groups(0.2, 0.9, 0.8, entropy=0.5),
-            "regression: 40% of groups carry no signal, stuck at 0.30; reward 0.40, was 0.80",
-        ),
-        (groups(0.7, 0.5, 0.5), {}, "mixed: 70%"),
-        (groups(0.7, NAN, NAN), {}, "unscored: 70%"),
-        (groups(NAN, NAN, NAN), {}, None),
-    ],
-)
-def test_saturation_rows(now, before, said):
-    lines = diagnose(now, before)
-    assert said in lines[0] if said else lines == []
-    assert len(lines) <= 1
-
-
-def test_saturation_reads_rewards_against_their_range():
-    window = groups(0.9, 0.9, 1.0)
-    assert "top" in diagnose(window)[0]
-    assert "mixed" in diagnose(window | {"reward_max": 2.0})[0]  # 0.9 of 2 is the middle
-    assert "bottom" in diagnose(window, reward_range=(0.8, 5.0))[0]
-
-
-def copies(frac, entropy, length=100):
-    return {
-        "completions/duplicate_frac": frac,
-        "entropy": entropy,
-        "reward": 0.4,
-        "completions/mean_length": length,
-    }
-
-
-@pytest.mark.parametrize(
-    "now, before, said",
-    [
-        (copies(0.02, 0.5), copies(0.02, 0.6), None),
-        (copies(0.30, 0.5, length=2), {}, None),  # two tokens, 1 nat: repeats by chance
-        (copies(0.87, 0.5), copies(0.02, 0.5), "sampling is not random: 87%"),  # 7/8 is every one
-        (
-            copies(0.87, 0.01),
-            copies(0.70, 0.05),
-            "collapse: 87% of rollouts repeat another, was 70%",
-        ),
-        (copies(0.30, 0.2), copies(0.10, 0.5), "entropy fell from 0.500 to 0.200"),
-    ],
-)
-def test_duplicate_rows(now, before, said):
-    lines = diagnose(now, before, num_generations=8)
-    assert said in lines[0] if said else lines == []
-
-
-def test_mismatch_rows():
-    gap = {"sampling/sampling_logp_difference/mean": 0.3, "sample/staleness_max": 0}
-    assert "mismatch: log-probs differ by 0.30" in diagnose(gap)[0]
-    assert diagnose(gap | {"sample/staleness_max": 2}) == []  # staleness explains it
-    assert "cover 84%" in diagnose({"sampling/sampler_mass": 0.84})[0]
-
-
-def test_metrics_diagnose_reads_the_newest_windows(tmp_path):
-    metrics = Metrics()
-    for step in range(10):
-        metrics.extend([("perf/step_s", 10.0, 1.0), ("perf/rollout_wait_s", step, 1.0)])
-        metrics.flush(step)
-    # the newest two waits are 8 and 9: 8.5 of 10
-    assert "training waited 85% of a step" in metrics.diagnose(2)[0]
-
-
 # ---- METRICS.md against the code --------------------------------------------------------------
 
 
@@ -524,7 +401,7 @@ def table(heading):
 
 SPEC, OURS = table("Names of the specification"), table("Names of our own")
 FILES = ["grpo.py", "feed.py", "rollout.py", "scoring.py", "tools.py", "environments.py"]
-FILES += ["planner.py", "loss.py", "sync.py"]
+FILES += ["planner.py", "loss.py", "sync.py", "evaluate.py"]
 
 
 def test_the_table_and_the_code_name_the_same_metrics():
@@ -590,6 +467,19 @@ def test_plot_draws_one_run(tmp_path, capsys):
     plot.main([run, "--reward_only", "-o", str(tmp_path / "reward.png")])
     width, height = png_size(tmp_path / "reward.png")
     assert width > 2 * height
+
+
+def test_plot_draws_evaluations_and_fills_three_columns(tmp_path):
+    pytest.importorskip("matplotlib")
+    windows = synthetic_run()
+    for window in windows[9::10]:
+        window |= {"eval/pass_at_1": window["reward"], "eval/pass_at_k": 1.0}
+    run = write_run(tmp_path / "sums", windows)
+    plot.main([run])
+    width, height = png_size(tmp_path / "sums" / "plot.png")
+    assert width > height  # nine panels
+    steps, values = plot.curves([windows], "eval/pass_at_1")
+    assert steps.tolist() == [10, 20, 30, 40, 50, 60]
 
 
 def test_plot_leaves_out_panels_without_data_and_survives_one_step(tmp_path):

@@ -44,6 +44,7 @@ OPTIONS = dict(
     score_centering=True, max_concurrent_rollouts=64, rollout_worker_timeout=20.0,
     rollout_timeout_s=None, num_train_epochs=1.0, max_steps=-1, seed=42, data_seed=None,
     train_sampling_strategy="sequential", loss="grpo", trust_remote_code=False,
+    dump_rollouts=False,
 )  # fmt: skip
 
 
@@ -188,7 +189,7 @@ class Run:
         self.shared = [0] * len(rollout.Slot)
         self.shared[rollout.Slot.ALLOWANCE] = 10**9
         self.samples, self.records, self.dropped = [], collections.defaultdict(list), []
-        self.done = False
+        self.stories, self.done = [], False
         options = OPTIONS | {"vllm_server_base_url": server.url} | options
         self.loop = (loop or RolloutLoop)(
             types.SimpleNamespace(**options),
@@ -208,9 +209,10 @@ class Run:
         if kind == "done":
             self.done = True
             return sent
-        samples, records, dropped = content
+        samples, records, dropped, stories = content
         self.samples += samples
         self.dropped += dropped
+        self.stories += stories
         for name, value, weight in records:
             self.records[name].append((value, weight))
         return sent

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import transformers
 
 import attention
 import chat
@@ -16,7 +17,7 @@ import model
 import packing
 import planner
 from config import Config
-from feed import Feed
+from feed import shares
 
 BUDGET = 64
 CONFIG = Config(gradient_checkpointing=False, num_sampler_logprobs=3, max_completion_length=8)
@@ -122,9 +123,7 @@ def planned_gradients(rank, folder, config, samples):
             gradient_accumulation_steps=config.gradient_accumulation_steps,
         )
     )
-    feed = Feed.__new__(Feed)  # the division of labour alone, without worker and planner
-    feed.config, feed.plan = config, plan
-    share = feed._share(rank)
+    share = shares(plan, config, dist.get_world_size())[rank]
     assert sum(len(row.samples) for row in plan.rows) == len(samples), "all in one step"
     return gradients(folder, config, share.rows, share.denominators)
 
@@ -169,13 +168,14 @@ def test_denominators_of_the_spec_and_of_the_step():
         return [type("Row", (), {"n_terms": n, "samples": [None]})() for n in n_terms]
 
     plan = planner.Plan(step=1, micro_batches=[row(8), row(2)], dropped={})
-    feed = Feed.__new__(Feed)
-    feed.plan, feed.config = plan, CONFIG
-    assert feed._share(0).denominators == [16, 4]
-    feed.config = dataclasses.replace(CONFIG, normalize="step")
-    assert feed._share(0).denominators == [10, 10]
-    feed.config = dataclasses.replace(CONFIG, loss="gspo")  # one sample a micro-batch, mean of 2
-    assert feed._share(0).denominators == [2, 2]
+
+    def denominators(**options):
+        (share,) = shares(plan, dataclasses.replace(CONFIG, **options), world_size=1)
+        return share.denominators
+
+    assert denominators() == [16, 4]
+    assert denominators(normalize="step") == [10, 10]
+    assert denominators(loss="gspo") == [2, 2]  # one sample a micro-batch, mean of 2
 
 
 def test_gathered_metrics_are_those_of_all_rows(two_ranks):
@@ -246,3 +246,46 @@ def test_a_wrong_model_path_is_one_line():
     with pytest.raises(ValueError, match="no/such/folder.*smollm2-135m") as error:
         model.load_policy(CONFIG, "no/such/folder", torch.device("cpu"))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("cohere", {"logit_scale": 0.25}),
+        ("granite", {"logits_scaling": 8.0}),
+        ("hyperclovax", {"logits_scaling": 0.5}),
+        ("gemma2", {"final_logit_softcapping": 2.0, "head_dim": 16}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("phi", {}),  # a head with a bias
+    ],
+)
+def test_the_head_does_to_the_logits_what_the_model_does(model_type, options):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        model_type,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        initializer_range=0.5,
+        **options,
+    )
+    attention.register_attention()
+    causal_lm = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention.ATTENTION
+    )
+    if model_type == "phi":
+        torch.nn.init.normal_(causal_lm.lm_head.bias)
+    ids = torch.randint(1, 64, (12,)).tolist()
+    row = packing.pack_row([grpo.text_sample(ids)], len(ids)).to("cpu")
+    tree = attention.TreeMask(row).prepare(config)
+    log_probs, entropy = model.Policy(causal_lm)(row, tree, temperature=0.7)
+
+    logits = causal_lm(torch.tensor([ids]), tree=tree).logits[0, :-1] / 0.7
+    expected = logits.log_softmax(-1)
+    sampled = expected.gather(1, torch.tensor(ids[1:])[:, None])
+    torch.testing.assert_close(log_probs, sampled, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1), atol=1e-5, rtol=1e-5)

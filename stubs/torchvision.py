@@ -1,0 +1,11 @@
+"""Stands in for torchvision in the CPU server: vLLM imports the image code of Qwen3.5 for text-only
+models too, and no torchvision imports beside the CPU build of torch. Nothing in it is ever called.
+run.sh puts this folder on the CPU server's path, and on no other.
+"""
+
+import sys
+from unittest.mock import MagicMock
+
+__path__ = []  # makes it a package
+for name in ("io", "transforms", "transforms.v2", "transforms.v2.functional"):
+    sys.modules[f"torchvision.{name}"] = MagicMock()
