@@ -314,9 +314,16 @@ class RolloutLoop:
         if self.sampler.max_model_len:  # a token is seldom longer than eight characters
             self.tool_runner.max_result_chars = 8 * self.sampler.max_model_len
         self.tool_names = [one["function"]["name"] for one in schemas]
-        if schemas:
-            kwargs = self.config.chat_template_kwargs
+        if not schemas:
+            return
+        kwargs = self.config.chat_template_kwargs
+        try:
             self.template = ChatTemplate(self.tokenizer, kwargs, self.eos_token_ids, schemas)
+        except ValueError as error:
+            if type(self).generate_one is RolloutLoop.generate_one:
+                raise
+            _warn(f"{error}; generate_one of {type(self).__name__} must do without")
+        else:
             _say(self.template.notes)
 
     def _first_ids(self, prompt, schemas) -> list[int]:

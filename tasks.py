@@ -13,7 +13,7 @@ A task file defines at module level some of
 A dataset may be left out if an environment brings the prompts, reward functions if it brings the
 rewards. Everything is sent to the worker process, so it must be importable there.
 
-Test: pytest tests/test_tasks.py
+Test: pytest tests/test_rollout.py tests/test_environments.py
 """
 
 import dataclasses

@@ -199,6 +199,26 @@ def test_blocking_tool_does_not_slow_the_other_rollouts(server):
     assert result.records["rollout/event_loop_lag_max_s"]
 
 
+class OwnCalls(rollout.RolloutLoop):
+    """Calls the tool itself: no chat template is needed for it."""
+
+    async def generate_one(self, prompt, tools, group_id=0):
+        (tool,) = tools
+        result = await super().generate_one(prompt, [], group_id)
+        result.reward = float(tool(a=1, b=group_id)) + len(result.completion_ids)
+        return result
+
+
+def test_loop_of_ones_own_may_call_tools_in_a_form_that_is_not_known(server, capsys):
+    agent = Agent(server, lambda i: "x" * (i + 1))
+    shows = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    agent.tokenizer.chat_template = shows + agent.tokenizer.chat_template
+    with pytest.raises(ValueError, match="how this model writes tool calls is not known"):
+        run(server, agent, None, some_reward, task={"tools": (add,)}).to_the_end()
+    result = run(server, agent, None, loop=OwnCalls, task={"tools": (add,)}).to_the_end()
+    assert len(result.samples) == 4 and "OwnCalls must do without" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------ environments
 
 
