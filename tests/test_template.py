@@ -251,6 +251,8 @@ def test_tools_in_words_say_what_there_is_and_how_to_call_it():
     own = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "?"}]
     text = text_of(learnt, learnt.ids(own, SCHEMAS))
     assert text.startswith("<|im_start|>system\nBe brief.\n\nYou can call")
+    parts = [{"role": "user", "content": [{"type": "text", "text": "In parts"}]}]
+    assert "user\nIn parts<|im_end|>" in text_of(learnt, learnt.ids(parts, SCHEMAS))
 
 
 # -------------------------------------------------------------------------------------- the loop
