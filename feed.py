@@ -100,7 +100,8 @@ class Feed:
         self.plan, self.step, self.n_tokens, self.version = None, 0, 0, 0
         self.pulled_tokens = self.released_tokens = 0
         self.used = set()  # groups that were trained or dropped: what an epoch counts
-        self.n_prompts = len(task.rows) if hasattr(task.rows, "__len__") else math.nan
+        counted = task.dataset is not None and hasattr(task.rows, "__len__")
+        self.n_prompts = len(task.rows) if counted else math.nan
         self.told = []  # dump.stories of the rollouts that were scored during the last step
         self.worker = self.planner = self.evaluation = self.dump = None
         if dist.get_rank() != 0:
