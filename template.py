@@ -292,7 +292,7 @@ def in_words(messages: list[dict], schemas) -> list[dict]:
     for message in messages:
         role, content = message["role"], _text(message)
         if role == "tool":
-            text = f"<tool_response>\n{content}\n</tool_response>"
+            text = f"Result: {content}"  # between tags, a small model imitates it (LOG.md)
             if previous == "tool":
                 plain[-1] = {"role": "user", "content": f"{plain[-1]['content']}\n{text}"}
             else:

@@ -20,7 +20,7 @@ QUESTION = "What is {} times {}?"
 config_overrides = arithmetic.config_overrides | {
     "max_completion_length": 48,
     "max_tool_calling_iterations": 2,
-    "token_budget": 4096,
+    "token_budget": 2048,
 }
 
 

@@ -15,7 +15,7 @@ from envs.increment import called
 config_overrides = {
     "max_completion_length": 40,
     "max_tool_calling_iterations": 3,
-    "token_budget": 4096,
+    "token_budget": 2048,
     "gradient_checkpointing": False,
     "learning_rate": 2e-5,
     "adam_beta2": 0.95,

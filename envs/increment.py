@@ -13,7 +13,7 @@ from dataclasses import dataclass
 config_overrides = {
     "max_completion_length": 48,
     "max_tool_calling_iterations": 2,
-    "token_budget": 4096,
+    "token_budget": 2048,
     "gradient_checkpointing": False,
     "learning_rate": 2e-5,
     "adam_beta2": 0.95,

@@ -135,7 +135,7 @@ def test_model_reads_the_results_of_its_calls_in_their_order(server):
     assert [message["content"] for message in seen[0][1:3]] == ["3", "7"]
     assert "there is no tool 'ad'" in seen[0][4]["content"]
     assert seen[0][5] == {"role": "assistant", "content": "7!"}
-    assert "<tool_response>\n3\n</tool_response>\n<tool_response>\n7\n" in agent.prompts[-1]
+    assert "user\nResult: 3\nResult: 7<|im_end|>" in agent.prompts[-1]
     assert result.mean("tools/call_frequency") == 3
     assert result.mean("tools/failure_frequency") == pytest.approx(1 / 3)
     assert result.total("tools/add/call_count") == 8
@@ -254,7 +254,7 @@ def test_rows_route_to_environments_and_rewards_of_all_sources_are_summed(server
     assert aimed and counted and len(aimed) + len(counted) == len(agent.prompts)
     assert all("aim(at: integer)" in text and "increment(" not in text for text in aimed)
     assert all("increment(" in text and "aim(at" not in text for text in counted)
-    assert any("<tool_response>\ntrue\n" in text for text in aimed)
+    assert any("Result: true" in text for text in aimed)
     by_source = [result.records[f"rewards/{name}/mean"] for name in ("some_reward", "Counter")]
     assert [sum(weight for _, weight in records) for records in by_source] == [8, 4]
     assert result.total("reward") == pytest.approx(sum(v for r in by_source for v, _ in r))
