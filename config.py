@@ -53,6 +53,8 @@ class Config:
     top_k: int = 0  # 0: all tokens
     min_p: float | None = None  # least probability relative to the most likely token
     chat_template_kwargs: dict | None = None  # further arguments of apply_chat_template, as JSON
+    max_tool_calling_iterations: int | None = None  # turns of a rollout that may call tools
+    tool_timeout_s: float = 120.0  # for one tool call; then the model gets an error
 
     # --- the server
     vllm_server_base_url: str = "http://localhost:8000"  # its address; several: with commas
@@ -106,6 +108,8 @@ class Config:
     replicas: int = 1  # whole copies of the model; the processes of each share one (HSDP)
     cpu_offload: bool = False  # masters, gradients and AdamW in host memory: slow, and large models
     logging_steps: int = 1  # optimizer steps a logging window
+    log_completions: bool = False  # print prompts and completions of a group every logging_steps
+    num_completions_to_print: int | None = None  # of that group; default: all
     diagnose_steps: int = 10  # optimizer steps between two diagnoses; 0: never
     report_to: str = "auto"  # tensorboard, trackio, wandb, none or a comma-separated list
     disable_tqdm: bool | None = None  # no progress bar; default: unless on a terminal
@@ -231,9 +235,6 @@ REFUSED = {
     "environment_factory": "a task file defines environment_factory",
     "reward_funcs": "a task file defines reward_funcs",
     "train_dataset": "a task file defines dataset",
-    "max_tool_calling_iterations": _LATER,
-    "log_completions": _LATER,
-    "num_completions_to_print": _LATER,
     "eval_strategy": "every eval_steps steps, if eval_env is given",
 }
 
@@ -305,6 +306,8 @@ def configure(argv):
     theirs = {n: value for n, value in recorded.items() if n in kinds}
     config = Config(**{**task.config_overrides, **theirs, **chosen})
     check_config(config)
+    if task.dataset is None and config.max_steps <= 0:
+        raise ValueError(f"task {task.name} has no dataset, so it has no epochs: give --max_steps")
     own = {n: value for n, value in recorded.items() if n in task_kinds}
     own |= {n: parse_value(n, given[n], kind) for n, kind in task_kinds.items() if n in given}
     return config, tasks.load_task(config.env, own)
@@ -365,6 +368,17 @@ def check_config(config):
     need(c.token_budget is None or c.token_budget >= 2, "token_budget", "must be at least 2")
     need(c.gradient_accumulation_steps >= 1, "gradient_accumulation_steps", "must be at least 1")
     need(c.max_staleness >= 0, "max_staleness", "must not be negative")
+    need(
+        c.max_tool_calling_iterations is None or c.max_tool_calling_iterations >= 0,
+        "max_tool_calling_iterations",
+        "must not be negative",
+    )
+    need(c.tool_timeout_s > 0, "tool_timeout_s", "must be positive")
+    need(
+        c.num_completions_to_print is None or c.num_completions_to_print >= 1,
+        "num_completions_to_print",
+        "must be at least 1",
+    )
     need(c.weight_sync_steps >= 1, "weight_sync_steps", "must be at least 1")
     need(c.max_concurrent_rollouts >= 1, "max_concurrent_rollouts", "must be at least 1")
     need(c.save_steps > 0, "save_steps", "must be positive; --save_strategy no saves none")

@@ -129,7 +129,8 @@ class Feed:
         self.pulled_tokens = self.released_tokens = 0
         # groups that were trained or dropped, which an epoch counts: all below, and these above
         self.next_prompt, self.used = resumed["next_prompt"], set(resumed["used"])
-        self.n_prompts = len(task.rows) if hasattr(task.rows, "__len__") else math.nan
+        counted = task.dataset is not None and hasattr(task.rows, "__len__")
+        self.n_prompts = len(task.rows) if counted else math.nan
         self.told = []  # dump.stories of the rollouts that were scored during the last step
         self.worker = self.planner = self.evaluation = self.dump = None
         if dist.get_rank() != 0:

@@ -59,7 +59,6 @@ from diagnosis import LIMITS, diagnose
 from feed import SYNC_AGAIN, Feed, Replay
 from hub import Hub
 from metrics import Metrics, applicable, compare
-from rollout import reward_name
 from server import Fleet, ServerError
 from weights import Weights
 
@@ -441,8 +440,11 @@ def metric_names(config, task, policy, device):
         conditions.append("fp16")
     if model.peak_flops(device, config.compute_dtype):
         conditions.append("mfu")
-    rewards = [reward_name(func) for func in task.reward_funcs]
-    return applicable(*conditions, rewards=rewards)
+    rewards, tool_names = tasks.reward_names(task), tasks.tool_names(task)
+    conditions += ["tools"] if tool_names else []
+    conditions += ["environment"] if task.environment_factory else []
+    conditions += ["get_reward"] if len(rewards) > len(task.reward_funcs) else []
+    return applicable(*conditions, rewards=rewards, tools=tool_names)
 
 
 def say_diagnosis(metrics, config):

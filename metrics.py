@@ -60,6 +60,7 @@ NAMES = {
         rollout/vllm_kv_cache_usage_frac rollout/vllm_running_requests
         rollout/vllm_queued_requests rollout/vllm_preemption_count
         rollout/filtered_count rollout/restarted_count rollout/failed_count
+        rollout/event_loop_lag_max_s
         sample/forwarded_tokens_mean sample/forwarded_tokens_max sample/trained_tokens_mean
         sample/time_in_queue_s sample/staleness_mean sample/staleness_max
         sample/dropped_stale_count
@@ -75,7 +76,8 @@ NAMES = {
     "tools": """
         tools/call_frequency tools/failure_frequency tools/latency_s tools/{tool_name}/latency_s
         tools/{tool_name}/call_count tools/{tool_name}/failure_count tools/unknown_name_count
-        tools/parallel_calls_mean tools/loop_exhausted_frac""",
+        tools/parallel_calls_mean tools/loop_exhausted_frac tools/malformed_count
+        tools/timeout_count tools/abandoned_count tools/context_exhausted_count""",
     "environment": "env/reset_s",
     "get_reward": "env/reward_s",
     "score_centering": "sampling/sampler_mass",

@@ -11,6 +11,7 @@
       load task         the cap on rollouts    GET /metrics          records           worker ends
       sender thread     write end of pipe      one message           pipe              worker ends
       reward threads    nothing                one group             its rewards       worker ends
+      tool threads      nothing                one call              its result        worker ends
       parent watch      nothing                parent's process id   nothing           trainer gone
 
 What bounds the samples on their way is admission, not the length of a queue: a new group starts
@@ -22,8 +23,10 @@ server's KV cache) and max_concurrent_rollouts.
 Versions: 0 are the weights that the server starts with. The trainer announces a version only after
 the server has acknowledged it; each token is labelled by the server's own account if it gives one.
 
-The process around the loop is worker.py, what it learns from tasks.py, one conversation chat.py.
-Left out: tools and environments, evaluation.
+The process around the loop is worker.py, what it learns from tasks.py. The parts of a rollout:
+template.py (messages and ids), sampler.py (the server), tools.py, environments.py, chat.py (turns
+to samples); a group's rewards and metrics: scoring.py; the server's load: load.py.
+Several servers as one: samplers.py. Left out: evaluation.
 Test: pytest tests/test_rollout.py
 """
 
@@ -33,10 +36,7 @@ import copy
 import dataclasses
 import enum
 import functools
-import inspect
 import math
-import numbers
-import re
 import sys
 import time
 import typing
@@ -47,7 +47,21 @@ import numpy as np
 
 import chat
 import dump
+from environments import Environments, methods
+from load import LoadLimit, parse_load
+from sampler import RequestRefused, Sampler, ServerLost
 from samplers import Samplers, Stale
+from scoring import (
+    FinishedRollout,
+    RolloutGroup,
+    checked_rewards,
+    environment_rewards,
+    reward_name,
+    rollout_records,
+    summed,
+)
+from template import ChatTemplate
+from tools import ToolRunner, is_async, schema
 
 EQUAL_REWARDS = 1e-6  # max - min: a std of float rewards that are all 0.1 is not exactly 0
 STD_EPSILON = 1e-8  # the spec's, in the advantage's denominator
@@ -60,26 +74,6 @@ POLL_LOAD_S = 5.0  # between two looks at the server's /metrics, as in the spec
 
 
 @dataclass(eq=False)
-class RolloutGroup:
-    """The rollouts of one prompt, scored together. Each list has one entry a rollout."""
-
-    prompts: list[list[dict]]
-    reward_kwargs: dict[str, list]  # the other columns of the prompt's row
-    completions: list[list[dict]]
-    completions_ids: list[list[int]]
-    completions_sequences: list[list[chat.Sample]]  # training samples; several if turns forked
-    tool_call_counts: list[int]
-    tool_failure_counts: list[int]
-    model_version: int  # when the group's first rollout started
-    group_id: int  # position of the prompt in the run's order; without resuming counted from 0
-    row_index: int
-    env_rewards: list[tuple[type, float] | None]
-    rollout_rewards: list[float | None]
-    queued_at: float = 0.0  # time.monotonic() when it was queued for scoring
-    rewards: np.ndarray | None = None  # float64, NaN where no source scored; set before advantages
-
-
-@dataclass(eq=False)
 class _OpenGroup:
     """A group whose rollouts are still running."""
 
@@ -88,116 +82,29 @@ class _OpenGroup:
     row: dict
     version: int
     n_open: int  # rollouts that are not there yet
-    finished: list = field(default_factory=list)  # (Rollout, its Samples, drifts, seconds)
+    finished: list[FinishedRollout] = field(default_factory=list)
     tokens: int = 0  # of those Samples
     queued_at: float = 0.0
 
     def closed(self) -> RolloutGroup:
-        rollouts = [rollout for rollout, *_ in self.finished]
+        rollouts = [one.rollout for one in self.finished]
         n = len(rollouts)
         columns = {name: value for name, value in self.row.items() if name != "prompt"}
         return RolloutGroup(
-            prompts=[self.row["prompt"]] * n,
+            prompts=[one.prompt for one in self.finished],
             reward_kwargs={name: [value] * n for name, value in columns.items()},
             completions=[rollout.completion for rollout in rollouts],
             completions_ids=[rollout.completion_ids for rollout in rollouts],
-            completions_sequences=[samples for _, samples, *_ in self.finished],
+            completions_sequences=[one.samples for one in self.finished],
             tool_call_counts=[rollout.tool_call_count for rollout in rollouts],
             tool_failure_counts=[rollout.tool_failure_count for rollout in rollouts],
             model_version=self.version,
             group_id=self.group_id,
             row_index=self.row_index,
-            env_rewards=[None] * n,
+            env_rewards=[one.env_reward for one in self.finished],
             rollout_rewards=[rollout.reward for rollout in rollouts],
             queued_at=self.queued_at,
         )
-
-
-def reward_name(func) -> str:
-    """The name under which a reward function is logged."""
-    while isinstance(func, functools.partial):
-        func = func.func
-    return getattr(func, "__name__", type(func).__name__)
-
-
-def checked_rewards(name: str, values, n: int) -> np.ndarray:
-    """float64[n] of what a reward function returned, NaN where it gave None or NaN."""
-    if isinstance(values, (str, bytes, dict)) or not hasattr(values, "__len__"):
-        raise TypeError(f"reward {name} returned {values!r:.80}: it must return a list of floats")
-    if len(values) != n:
-        raise ValueError(f"reward {name} returned {len(values)} values for {n} completions")
-    rewards = np.full(n, np.nan)
-    for i, value in enumerate(values):
-        value = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
-        if value is None:
-            continue
-        if not isinstance(value, numbers.Real):
-            raise TypeError(f"reward {name} returned {value!r:.80}, which is not a number or None")
-        if math.isinf(value):
-            raise ValueError(f"reward {name} returned {value!r}: rewards must be finite or None")
-        rewards[i] = value
-    return rewards
-
-
-def summed(sources: list[np.ndarray], n: int) -> np.ndarray:
-    """Sum over the sources that scored; NaN for a rollout that none of them scored."""
-    if not sources:
-        return np.full(n, np.nan)
-    rewards_SG = np.stack(sources)
-    unscored = np.isnan(rewards_SG).all(axis=0)
-    return np.where(unscored, np.nan, np.nansum(rewards_SG, axis=0))
-
-
-# ----------------------------------------------------------------------------- the server's load
-
-
-@dataclass
-class LoadLimit:
-    """How many rollouts the server can take: raised slowly while it has room, cut when it has not.
-
-    Above 80% KV-cache usage it is cut by 30%; below 60% with nothing waiting it is raised by 25%,
-    at most once per cap's worth of finished rollouts. Running requests go on after a cut, so there
-    is no further one until it has taken effect.
-    """
-
-    ceiling: int  # max_concurrent_rollouts
-    cap: int
-    finished: int = 0  # rollouts since the last raise
-
-    def update(self, usage: float, waiting: float, in_flight: int) -> None:
-        if usage > 0.8 and in_flight <= self.cap:
-            self.cap = max(int(self.cap * 0.7), 1)
-        elif usage < 0.6 and waiting == 0 and self.finished >= self.cap:
-            self.cap = min(math.ceil(self.cap * 1.25), self.ceiling)
-            self.finished = 0
-
-
-@dataclass
-class ServerLoad:
-    kv_usage: float  # of the fullest engine, 0 to 1
-    running: float
-    waiting: float
-    preemptions: float  # since the server's start
-    kv_tokens: float  # capacity of all engines; 0 if the server does not say
-
-
-def parse_load(text: str) -> ServerLoad | None:
-    """ServerLoad from vLLM's Prometheus text, None if it is not in there."""
-
-    def values(name):
-        line = rf"^vllm:{name}(?:\{{.*\}})? (\S+)$"
-        return [float(value) for value in re.findall(line, text, re.MULTILINE)]
-
-    usage = values("kv_cache_usage_perc")
-    if not usage:
-        return None
-    return ServerLoad(
-        kv_usage=max(usage),
-        running=sum(values("num_requests_running")),
-        waiting=sum(values("num_requests_waiting")),
-        preemptions=sum(values("num_preemptions_total")),
-        kv_tokens=sum(map(float, re.findall(r'[{,]kv_cache_size_tokens="(\d+)"', text))),
-    )
 
 
 class Slot(enum.IntEnum):
@@ -244,16 +151,45 @@ class RolloutLoop:
         return True
 
     async def generate_one(self, prompt: list[dict], tools: list, group_id: int = 0):
-        """One rollout (chat.Rollout) for a prompt: by default one turn."""
-        if self._rendered[0] != (prompt, tools):  # a group's rollouts start one after another
-            ids = chat.render(self.tokenizer, prompt, tools, self.config.chat_template_kwargs)
-            self._rendered = copy.deepcopy((prompt, tools)), ids.tolist()
-        turn = await self.generate_one_turn(list(self._rendered[1]))
-        text = self.tokenizer.decode(turn.output_ids, skip_special_tokens=True)
+        """One rollout (chat.Rollout) for a prompt: turns, until the model calls no tool.
+
+        The calls of a turn run in the order in which the model wrote them. A conversation also ends
+        when it calls again after max_tool_calling_iterations turns that did, and when its next turn
+        would not fit the server's context.
+        """
+        schemas, by_name = [schema(tool) for tool in tools], {tool.__name__: tool for tool in tools}
+        prompt_ids = self._first_ids(prompt, schemas)
+        completion, turns, n_calls, n_failed = [], [], 0, 0
+        limit, out_of_turns = self.config.max_tool_calling_iterations, False
+        while True:
+            turn = await self.generate_one_turn(list(prompt_ids))
+            turns.append(turn)
+            message, calls = self.template.reply(turn.output_ids, turn.prompt_ids, schemas)
+            completion.append(message)
+            out_of_turns = bool(calls) and limit is not None and len(turns) > limit
+            if not calls or out_of_turns:
+                break
+            answers = [await self.tool_runner.answer(call, by_name) for call in calls]
+            messages = [*prompt, *completion]
+            prompt_ids = self._next_ids(turn, messages, answers, schemas)
+            if not self._fits(prompt_ids):
+                answers = [self.tool_runner.too_long(*answer) for answer in answers]
+                prompt_ids = self._next_ids(turn, messages, answers, schemas)
+            completion += [message for message, _ in answers]
+            n_calls += len(calls)
+            n_failed += sum(failed for _, failed in answers)
+            self.record("tools/parallel_calls_mean", len(calls))
+            if not self._fits(prompt_ids):
+                self.record("tools/context_exhausted_count", 1)
+                break
+        if self.tool_names:
+            self.record("tools/loop_exhausted_frac", out_of_turns)
         return chat.Rollout(
-            completion=[{"role": "assistant", "content": text}],
-            completion_ids=turn.output_ids,
-            turns=[turn],
+            completion=completion,
+            completion_ids=[i for turn in turns for i in turn.output_ids],
+            turns=turns,
+            tool_call_count=n_calls,
+            tool_failure_count=n_failed,
         )
 
     async def generate_one_turn(self, prompt_ids: list[int]) -> chat.TurnRecord:
@@ -299,7 +235,7 @@ class RolloutLoop:
         self.rollout_timeout_s = config.rollout_timeout_s or config.vllm_server_timeout
         centered = config.score_centering and config.loss == "grpo"
         samplers = [
-            chat.Sampler(
+            Sampler(
                 url,
                 model_name,
                 max_tokens=config.max_completion_length,
@@ -321,17 +257,27 @@ class RolloutLoop:
         self.sampler = Samplers(samplers, lambda: self.version, config.max_staleness)
         self.load_limit = LoadLimit(config.max_concurrent_rollouts, config.max_concurrent_rollouts)
         self.records = []  # (name, value, weight) since the last message
+        self.template = ChatTemplate(tokenizer, config.chat_template_kwargs)
+        self.tool_runner = ToolRunner(
+            max_concurrent=config.max_concurrent_rollouts,
+            timeout_s=config.tool_timeout_s,
+            record=self.record,
+        )
+        self.environments = Environments(task.environment_factory, task.tools, self.tool_runner)
+        self.tool_names = []  # of all rollouts; known after _learn_tools()
         self.stories = []  # dump.stories since then
         self.in_flight = 0  # rollouts that hold a slot
         self._threads = ThreadPoolExecutor(len(task.reward_funcs) + 1, "rewards")
         self._shared, self._send = shared, send
-        self._rendered = None, []  # the last (prompt, tools) and its ids; rendering takes 0.5 ms
+        self._rendered = None, []  # the last (prompt, schemas) and its ids: rendering takes 0.5 ms
         self._open_groups = 0  # started and neither sent nor dropped
         self._open_rollouts = 0  # ... their rollouts that have not been generated yet
         self._tokens_to_score = 0  # ... the tokens of those that have
         self._mean_tokens = None  # running mean of the tokens of a rollout
         self._sent_tokens = 0
         self._failed_in_a_row = 0
+        self._lag_s = 0.0  # longest time that the event loop overslept since the last report
+        self._shown_version = -math.inf  # of the weights when completions were last printed
         self._preemptions = None  # of the server, when it was last looked at
 
     @property
@@ -353,6 +299,7 @@ class RolloutLoop:
                 beside = [self._tasks.create_task(self._beat())]
                 await self.sampler.start()
                 await self._look_at_load()
+                await self._learn_tools()
                 is_set_up, self._reported = True, (time.monotonic(), 0, 0)
                 await self.setup()
                 for work in (self._report(), self._follow_load(), self._score_groups()):
@@ -370,6 +317,53 @@ class RolloutLoop:
             if is_set_up:
                 await self.close()
             await self.sampler.close()
+
+    async def _learn_tools(self) -> None:
+        """Before the first rollout: what the model is told of tools, and how it calls them."""
+        try:
+            async with asyncio.timeout(self.rollout_timeout_s) as limit:
+                schemas = await self.environments.prepare()
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise RuntimeError(
+                f"environment_factory made no environment within {self.rollout_timeout_s:g} s "
+                "(rollout_timeout_s)"
+            ) from error
+        schemas = [schema(tool) for tool in self.task.tools] + schemas
+        if self.sampler.max_model_len:  # a token is seldom longer than eight characters
+            self.tool_runner.max_result_chars = 8 * self.sampler.max_model_len
+        self.tool_names = [one["function"]["name"] for one in schemas]
+        if not schemas:
+            return
+        kwargs = self.config.chat_template_kwargs
+        try:
+            self.template = ChatTemplate(self.tokenizer, kwargs, self.eos_token_ids, schemas)
+        except ValueError as error:
+            if type(self).generate_one is RolloutLoop.generate_one:
+                raise
+            _warn(f"{error}; generate_one of {type(self).__name__} must do without")
+        else:
+            _say(self.template.notes)
+
+    def _first_ids(self, prompt, schemas) -> list[int]:
+        if self._rendered[0] != (prompt, schemas):  # a group's rollouts start one after another
+            ids = self.template.ids(prompt, schemas).tolist()
+            self._rendered = (copy.deepcopy(prompt), schemas), ids
+        return self._rendered[1]
+
+    def _next_ids(self, turn, messages, answers, schemas) -> list[int]:
+        """The prompt of the turn after `turn` (the end of `messages`) and its calls' answers."""
+        results = [message for message, _ in answers]
+        held = [*turn.prompt_ids, *turn.output_ids]
+        ids = self.template.continuation(held, results, schemas)
+        return self.template.ids([*messages, *results], schemas).tolist() if ids is None else ids
+
+    def _fits(self, prompt_ids) -> bool:
+        longest = self.sampler.max_model_len or math.inf
+        # With a candidate set the server cuts a reply short that does not fit; else it refuses.
+        room = 1 if self.sampler.truncated else self.config.max_completion_length
+        return len(prompt_ids) + room <= longest
 
     async def _in_thread(self, func, *args):
         return await asyncio.get_running_loop().run_in_executor(self._threads, func, *args)
@@ -451,7 +445,7 @@ class RolloutLoop:
                 if prompt is None:
                     return
                 epoch, is_whole, n_admitted = prompt.epoch, prompt.opens_epoch, 0
-            chat.check_row(prompt.row, f"row {prompt.row_index} of the dataset")
+            self.task.check_row(prompt.row, f"row {prompt.row_index} of the dataset")
             if not self.filter_prompt(prompt.row_index, prompt.row, epoch):
                 self.record("rollout/filtered_count", 1)
                 await self._ship(dropped=[prompt.group_id])
@@ -486,10 +480,10 @@ class RolloutLoop:
         self._open_rollouts -= 1
         self._moved.set()
         if finished is not None:
-            rollout, samples, drifts = finished
-            group.finished.append((rollout, samples, drifts, time.monotonic() - start))
-            group.tokens += self._own_tokens(samples)
-            self._tokens_to_score += self._own_tokens(samples)
+            finished.seconds = time.monotonic() - start
+            group.finished.append(finished)
+            group.tokens += self._own_tokens(finished.samples)
+            self._tokens_to_score += self._own_tokens(finished.samples)
         group.n_open -= 1
         if group.n_open:
             return
@@ -499,20 +493,17 @@ class RolloutLoop:
         group.queued_at = time.monotonic()
         await self._to_score.put(group)
 
-    async def _generate(self, group: _OpenGroup):
-        """(Rollout, its Samples, drifts), or None if it failed twice. Some failures end the run."""
+    async def _generate(self, group: _OpenGroup) -> FinishedRollout | None:
+        """A rollout of the group, or None if it failed twice. Some failures end the run."""
         failures = 0
         while True:
             self.sampler.pin()
             try:
                 async with asyncio.timeout(self.rollout_timeout_s) as limit:
-                    rollout = await self.generate_one(group.row["prompt"], [], group.group_id)
-                if not isinstance(rollout, chat.Rollout):
-                    raise TypeError(f"generate_one returned {rollout!r:.80}, not a Rollout")
-                samples, drifts = chat.samples_from_turns(rollout.turns, version=group.version)
+                    finished = await self._generate_in_environment(group)
                 self._failed_in_a_row = 0
-                return rollout, samples, drifts
-            except (chat.RequestRefused, chat.ServerLost):
+                return finished
+            except (RequestRefused, ServerLost):
                 raise
             except Stale:
                 self.record("sample/dropped_stale_count", 1)
@@ -538,6 +529,24 @@ class RolloutLoop:
                     return None
                 self.record("rollout/restarted_count", 1)
 
+    async def _generate_in_environment(self, group: _OpenGroup) -> FinishedRollout:
+        """A rollout with what belongs to it before and after: its environment's reset() and reward.
+        An environment whose rollout failed is not used again."""
+        row, environment, tools, reward = group.row, None, list(self.task.tools), None
+        prompt = row.get("prompt")
+        if self.environments.factories:
+            where = f"row {group.row_index} of the dataset"
+            environment, prompt = await self.environments.open(row, where)
+            tools += methods(environment)
+        rollout = await self.generate_one(prompt, tools, group.group_id)
+        if not isinstance(rollout, chat.Rollout):
+            raise TypeError(f"generate_one returned {rollout!r:.80}, not a Rollout")
+        if environment is not None:
+            reward = await self.environments.reward(environment)
+            self.environments.close(environment, row)
+        samples, drifts = chat.samples_from_turns(rollout.turns, version=group.version)
+        return FinishedRollout(rollout, samples, drifts, prompt, reward)
+
     # ---- groups to scored samples
 
     async def _score_groups(self) -> None:
@@ -549,7 +558,9 @@ class RolloutLoop:
             start = time.monotonic()
             self.record("rollout/score_wait_s", start - group.queued_at)
             if group.finished:
-                self._record_rollouts(group.finished)
+                self.records += rollout_records(
+                    group.finished, self.eos_token_ids, bool(self.tool_names)
+                )
             samples = await self._score(group.closed())
             self.record("rollout/score_s", time.monotonic() - start)
             await self._ship(samples, [] if samples else [group.group_id])
@@ -565,7 +576,9 @@ class RolloutLoop:
             return []
         given = await asyncio.gather(*(self._reward(func, group) for func in funcs))
         own = checked_rewards("Rollout.reward", group.rollout_rewards, n)
-        group.rewards = summed([*given, own], n)
+        named = list(zip(map(reward_name, funcs), given))
+        named += environment_rewards(group)
+        group.rewards = summed([*(rewards for _, rewards in named), own], n)
         advantages = np.asarray(self.compute_advantages(group), dtype=np.float64)
         if advantages.shape != (n,) or not np.isfinite(advantages).all():
             raise ValueError(f"compute_advantages returned {advantages}, not {n} finite numbers")
@@ -580,15 +593,16 @@ class RolloutLoop:
             self.record("reward_dropped", scored.mean())
         # Metrics "averaged over the trained samples": each sample takes its share with it.
         shares = {"reward_group_std": scored.std()} if is_kept else {}
-        for name, rewards in zip(map(reward_name, funcs), given):
+        for name, rewards in named:
             by_this = rewards[~np.isnan(rewards)]
             if len(by_this):
                 self.record(f"rewards/{name}/mean", by_this.mean(), len(by_this))
                 shares[f"rewards/{name}/group_std"] = by_this.std()
             self.record(f"rewards/{name}/unscored_count", n - len(by_this))
+        self._show(group, advantages)
         if self.config.dump_rollouts:
-            sources = {**dict(zip(map(reward_name, funcs), given)), "rollout": own}
-            self.stories += dump.stories(group, sources, advantages, is_kept)
+            sources = {**dict(named), "rollout": own}
+            self.stories += dump.stories(group, sources, advantages, is_kept, self.tool_names)
         if not is_kept:
             return []
         now = time.time()
@@ -617,7 +631,7 @@ class RolloutLoop:
         }
         try:
             async with asyncio.timeout(self.rollout_timeout_s) as limit:
-                if _is_async(func):
+                if is_async(func):
                     values = await func(**columns)
                 else:
                     values = await self._in_thread(functools.partial(func, **columns))
@@ -628,35 +642,20 @@ class RolloutLoop:
             raise RuntimeError(f"reward {name} {what}; row {group.row_index}") from error
         return checked_rewards(name, values, len(group.prompts))
 
-    def _record_rollouts(self, finished: list) -> None:
-        n = len(finished)
-        lengths, ended, seen, n_repeated = [], [], set(), 0
-        for rollout, *_ in finished:
-            replies = tuple(tuple(turn.output_ids) for turn in rollout.turns)
-            lengths.append(sum(map(len, replies)))
-            ended.append(any(replies) and bool(self.eos_token_ids & set(replies[-1][-1:])))
-            n_repeated += replies in seen
-            seen.add(replies)
-        terminated = [length for length, has_ended in zip(lengths, ended) if has_ended]
-        self.record("completions/mean_length", np.mean(lengths), n)
-        self.record("completions/min_length", min(lengths))
-        self.record("completions/max_length", max(lengths))
-        if terminated:
-            self.record("completions/mean_terminated_length", np.mean(terminated), len(terminated))
-            self.record("completions/min_terminated_length", min(terminated))
-            self.record("completions/max_terminated_length", max(terminated))
-        self.record("completions/clipped_ratio", 1 - np.mean(ended), n)
-        self.record("completions/duplicate_frac", n_repeated / n, n)
-        turns = [len(rollout.turns) for rollout, *_ in finished]
-        self.record("rollout/turns_mean", np.mean(turns), n)
-        self.record("rollout/turns_max", max(turns))
-        self.record("rollout/samples_per_rollout", np.mean([len(s) for _, s, *_ in finished]), n)
-        self.record("rollout/duration_s", np.mean([seconds for *_, seconds in finished]), n)
-        drifts = np.array([drift for _, _, drifts, _ in finished for drift in drifts])
-        if len(drifts):
-            self.record("rollout/fork_frac", np.mean(drifts > 0), len(drifts))
-            self.record("rollout/drift_tokens_mean", drifts.mean(), len(drifts))
-            self.record("rollout/drift_tokens_max", drifts.max())
+    def _show(self, group: RolloutGroup, advantages) -> None:
+        """log_completions: the first group of about every logging_steps steps, in the log."""
+        every = self.config.logging_steps / self.config.weight_sync_steps
+        if not self.config.log_completions or self.version < self._shown_version + every:
+            return
+        self._shown_version = self.version
+        for i in range(len(group.prompts))[: self.config.num_completions_to_print]:
+            lines = [f"row {group.row_index}, weights of version {group.model_version}"]
+            for message in [*group.prompts[i], *group.completions[i]]:
+                said = [message.get("content") or ""]
+                said += [str(call["function"]) for call in message.get("tool_calls") or ()]
+                lines.append(f"{message['role']}: " + "\n".join(said))
+            lines.append(f"reward {group.rewards[i]:g}, advantage {advantages[i]:.3g}")
+            _say("\n".join(lines).replace("\n", "\n    "))
 
     # ---- what runs beside
 
@@ -665,7 +664,9 @@ class RolloutLoop:
         while not self._shared[Slot.STOP]:
             self._shared[Slot.BEAT] += 1
             self._shared[Slot.OLDEST] = self.sampler.stop_stale()
+            slept_at = time.monotonic()
             await asyncio.sleep(0.1)
+            self._lag_s = max(self._lag_s, time.monotonic() - slept_at - 0.1)
         raise _Stopped
 
     async def _report(self) -> None:
@@ -681,6 +682,8 @@ class RolloutLoop:
         seconds, n_tokens, n_retries = np.subtract(now, before)
         self.record("rollout/generated_tokens_per_s", n_tokens / seconds, seconds)
         self.record("rollout/vllm_retry_count", n_retries)
+        self.record("rollout/event_loop_lag_max_s", self._lag_s)
+        self._lag_s = 0.0
         self.record("rollout/concurrency", self.in_flight)
         self.record("rollout/concurrency_cap", self.load_limit.cap)
 
@@ -709,13 +712,9 @@ class RolloutLoop:
         self.record("rollout/vllm_queued_requests", load.waiting)
 
 
+def _say(text: str) -> None:
+    print(f"rollout worker: {text}", flush=True)
+
+
 def _warn(text: str) -> None:
     print(f"rollout worker: {text}", file=sys.stderr, flush=True)
-
-
-def _is_async(func) -> bool:
-    while isinstance(func, functools.partial):
-        func = func.func
-    return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(
-        getattr(func, "__call__", None)  # noqa: B004 - an instance with `async def __call__`
-    )

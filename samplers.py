@@ -1,6 +1,6 @@
 """The servers of a run as one sampler: requests to the least loaded, and adapters by version.
 
-    Samplers     what the rollout loop samples from: one chat.Sampler a server
+    Samplers     what the rollout loop samples from: one Sampler a server
     Stale        a rollout's adapter is more than max_staleness syncs old: it is dropped and counted
 
 With several servers, one that does not answer is left out and its requests go to another. It is
@@ -23,7 +23,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from chat import Sampler, ServerLost, TurnRecord
+from chat import TurnRecord
+from sampler import Sampler, ServerLost
 
 ATTEMPTS = 2  # of a request at one server of several
 LOOK_S = 1.0  # between two looks at which servers are current

@@ -26,7 +26,10 @@ from aiohttp import web
 from conftest import free_port, make_tokenizer
 
 import chat
+import load
 import rollout
+import sampler
+import scoring
 import tasks
 from rollout import RolloutLoop
 from tasks import Task
@@ -35,7 +38,9 @@ from worker import RolloutWorker
 EOS = 2
 OPTIONS = dict(
     num_generations=4, max_completion_length=8, temperature=0.7, top_p=1.0, top_k=0, min_p=None,
-    chat_template_kwargs=None, vllm_server_timeout=20.0, num_sampler_logprobs=2, max_staleness=4,
+    chat_template_kwargs=None, max_tool_calling_iterations=None, tool_timeout_s=5.0,
+    log_completions=False, num_completions_to_print=None, logging_steps=1, weight_sync_steps=1,
+    vllm_server_timeout=20.0, num_sampler_logprobs=2, max_staleness=4,
     score_centering=True, max_concurrent_rollouts=64, rollout_worker_timeout=20.0,
     rollout_timeout_s=None, num_train_epochs=1.0, max_steps=-1, seed=42, data_seed=None,
     train_sampling_strategy="sequential", loss="grpo", trust_remote_code=False,
@@ -162,7 +167,7 @@ class FakeTokenizer:
     def apply_chat_template(self, messages, **kwargs):
         return [1, int(messages[-1]["content"])]
 
-    def decode(self, ids, skip_special_tokens):
+    def decode(self, ids, **options):
         return " ".join(str(i) for i in ids if i != EOS)
 
 
@@ -178,7 +183,9 @@ def first_number(completions, **columns):
 class Run:
     """RolloutLoop with its messages: samples, records by name, ids of dropped groups."""
 
-    def __init__(self, server, rows, *funcs, loop=None, start_index=0, **options):
+    def __init__(
+        self, server, rows, *funcs, loop=None, start_index=0, tokenizer=None, task=(), **options
+    ):
         self.shared = [0] * len(rollout.Slot)
         self.shared[rollout.Slot.ALLOWANCE] = 10**9
         self.samples, self.records, self.dropped = [], collections.defaultdict(list), []
@@ -186,10 +193,10 @@ class Run:
         options = OPTIONS | {"vllm_server_base_url": server.url} | options
         self.loop = (loop or RolloutLoop)(
             types.SimpleNamespace(**options),
-            Task(rows, funcs),
-            FakeTokenizer(),
+            Task(rows, funcs, **dict(task)),
+            tokenizer or FakeTokenizer(),
             model_name="m",
-            eos_token_ids=[EOS],
+            eos_token_ids=[256, 257] if tokenizer else [EOS],
             start_index=start_index,
             shared=self.shared,
             send=self.take,
@@ -432,12 +439,12 @@ def test_group_without_a_signal_is_dropped_and_counted_toward_the_epoch(
 )
 def test_bad_reward_is_refused_by_name_and_value(values, error, message):
     with pytest.raises(error, match=message):
-        rollout.checked_rewards("f", values, 2)
+        scoring.checked_rewards("f", values, 2)
 
 
 def test_numpy_and_boolean_rewards_are_numbers():
     values = [np.float32(0.5), np.int64(1), True, np.array(2.0), None, float("nan")]
-    rewards = rollout.checked_rewards("f", values, 6)
+    rewards = scoring.checked_rewards("f", values, 6)
     np.testing.assert_array_equal(rewards, [0.5, 1, 1, 2, np.nan, np.nan])
 
 
@@ -534,7 +541,7 @@ def test_never_more_rollouts_in_flight_than_allowed_and_the_cap_is_used(server):
 
 
 def test_server_load_limit_follows_the_spec():
-    limit = rollout.LoadLimit(ceiling=64, cap=40)
+    limit = load.LoadLimit(ceiling=64, cap=40)
     limit.update(usage=0.5, waiting=0, in_flight=40)
     assert limit.cap == 40  # a raise takes a cap's worth of finished rollouts
     limit.finished = 40
@@ -572,9 +579,9 @@ vllm:cache_config_info{block_size="128",engine="1",kv_cache_size_tokens="1024"} 
 
 
 def test_load_of_all_engines_is_read():
-    load = rollout.parse_load(METRICS)
-    assert load == rollout.ServerLoad(0.5, 7.0, 1.0, 2.0, 1536.0)
-    assert rollout.parse_load("nothing of vLLM's\n") is None
+    seen = load.parse_load(METRICS)
+    assert seen == load.ServerLoad(0.5, 7.0, 1.0, 2.0, 1536.0)
+    assert load.parse_load("nothing of vLLM's\n") is None
 
 
 def test_limit_starts_at_what_fits_into_the_kv_cache(server, monkeypatch):
@@ -654,7 +661,7 @@ def test_waiting_trainer_with_nothing_to_take_always_gets_a_group(server):
 
 
 def test_server_errors_are_retried_and_counted(server, monkeypatch):
-    monkeypatch.setattr(chat, "_FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(sampler, "_FIRST_RETRY_S", 0.01)
     server.bad.extend([500, "garbage", 503, 500, 429])
     server.delay_s = 0.05
     run = Run(server, prompts(2), first_number).to_the_end()
@@ -668,44 +675,46 @@ def test_server_errors_are_retried_and_counted(server, monkeypatch):
 def test_lost_server_ends_the_run_within_its_time(server):
     server.bad.extend([500] * 1000)
     start = time.monotonic()
-    with pytest.raises(chat.ServerLost, match=r"has answered no request .* HTTP 500: error 500"):
+    with pytest.raises(sampler.ServerLost, match=r"has answered no request .* HTTP 500: error 500"):
         Run(server, prompts(2), first_number, vllm_server_timeout=0.8).to_the_end()
     assert time.monotonic() - start < 3
 
 
 def test_absent_server_is_named():
     nowhere = types.SimpleNamespace(url=f"http://127.0.0.1:{free_port()}")
-    with pytest.raises(chat.ServerLost, match=f"no vLLM server answered at {nowhere.url} within"):
+    with pytest.raises(
+        sampler.ServerLost, match=f"no vLLM server answered at {nowhere.url} within"
+    ):
         Run(nowhere, prompts(1), first_number, vllm_server_timeout=0.4).to_the_end()
 
 
 def test_refused_request_ends_the_run_with_the_servers_words(server):
     server.bad.append(400)
-    with pytest.raises(chat.RequestRefused, match=r"refused .*\(HTTP 400\): error 400"):
+    with pytest.raises(sampler.RequestRefused, match=r"refused .*\(HTTP 400\): error 400"):
         Run(server, prompts(1), first_number).to_the_end()
 
 
 def test_reply_that_could_not_fit_is_refused_with_the_remedy(server):
     server.max_model_len = 9  # the prompt has 2 tokens, the reply may have 8
     with pytest.raises(
-        chat.RequestRefused, match="exceed the server's max_model_len 9: lower max_c"
+        sampler.RequestRefused, match="exceed the server's max_model_len 9: lower max_c"
     ):
         Run(server, prompts(1), first_number).to_the_end()
 
 
 def test_other_model_and_truncation_without_top_k_are_refused(server):
-    sampler = chat.Sampler(server.url, "other", max_tokens=4, timeout_s=5)
+    other = sampler.Sampler(server.url, "other", max_tokens=4, timeout_s=5)
     with pytest.raises(ValueError, match=r"serves \['m'\], not 'other'"):
-        asyncio.run(started(sampler))
+        asyncio.run(started(other))
     with pytest.raises(ValueError, match="top_p=0.9 and min_p=None need top_k > 0"):
-        chat.Sampler(server.url, "m", max_tokens=4, top_p=0.9)
+        sampler.Sampler(server.url, "m", max_tokens=4, top_p=0.9)
 
 
-async def started(sampler):
+async def started(client):
     try:
-        await sampler.start()
+        await client.start()
     finally:
-        await sampler.close()
+        await client.close()
 
 
 class SometimesBroken(RolloutLoop):
@@ -856,11 +865,6 @@ def test_task_file_is_loaded_by_path_with_its_options(tmp_path):
     assert (task.name, task.options.n, len(task.rows)) == ("tokens", 5, 5)
     assert task.config_overrides == {"temperature": 0.5} and len(task.reward_funcs) == 1
     tasks.check_task(task)
-    path.write_text(TASK_FILE + "tools = [print]\n")
-    other = tmp_path / "other.py"
-    other.write_text(path.read_text())
-    with pytest.raises(ValueError, match="other.py defines tools, which is not supported yet"):
-        tasks.load_task(str(other))
     with pytest.raises(ValueError, match="no task file .*: give a path, or one of"):
         tasks.load_task("no_such_task")
 
@@ -880,13 +884,13 @@ def tokenizer_folder(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def started_worker(server, folder, task, **options):
+def started_worker(server, folder, task, eos_token_ids=(EOS,), **options):
     worker = RolloutWorker(
         OPTIONS | {"vllm_server_base_url": server.url} | options,
         task,
         model_path=folder,
         model_name="m",
-        eos_token_ids=[EOS],
+        eos_token_ids=eos_token_ids,
     )
     worker.set_allowance(10**6)
     worker.start()

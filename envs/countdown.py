@@ -1,0 +1,78 @@
+"""Countdown: reach a target with some numbers and + - * /, each number used once.
+
+    bash run.sh --env countdown
+    bash run.sh --env countdown --numbers 4 --largest 50 --max_completion_length 512
+
+Problems are made on the fly and always have a solution. An answer is checked with exact fractions;
+its expression is parsed, never evaluated as code.
+"""
+
+import ast
+import operator
+import random
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+config_overrides = {
+    "max_completion_length": 32,
+    "token_budget": 2048,
+    "gradient_checkpointing": False,
+    "learning_rate": 2e-5,
+    "adam_beta2": 0.95,
+    "max_staleness": 1,
+    "max_steps": 12,
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    numbers: int = 2  # how many there are
+    largest: int = 10  # each is 1 to this
+    n_prompts: int = 4096  # rows of the data set
+
+
+ADD, SUBTRACT = {ast.Add: operator.add}, {ast.Sub: operator.sub}
+OPERATIONS = ADD | SUBTRACT | {ast.Mult: operator.mul, ast.Div: operator.truediv}
+QUESTION = "Use the numbers {} once each, with + - * /, to make {}. Answer with an expression only."
+
+
+def dataset(options):
+    rng, rows = random.Random(0), []
+    while len(rows) < options.n_prompts:
+        numbers = [rng.randint(1, options.largest) for _ in range(options.numbers)]
+        target = Fraction(numbers[0])
+        for n in numbers[1:]:
+            target = rng.choice(list(OPERATIONS.values()))(target, n)
+        if target.denominator == 1 and target > 0:
+            shown = ", ".join(map(str, rng.sample(numbers, len(numbers))))
+            prompt = [{"role": "user", "content": QUESTION.format(shown, target)}]
+            rows.append({"prompt": prompt, "numbers": sorted(numbers), "target": int(target)})
+    return rows
+
+
+def value(node, used):
+    """The exact value of a parsed expression; adds its numbers to `used`. ValueError for others."""
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+        return OPERATIONS[type(node.op)](value(node.left, used), value(node.right, used))
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        used.append(node.value)
+        return Fraction(node.value)
+    raise ValueError(ast.dump(node))
+
+
+def reached(completions, numbers, target, **columns):
+    """1 for the target with the numbers, 0.2 for another value of them, 0 for anything else."""
+    return [score(c[-1]["content"], n, t) for c, n, t in zip(completions, numbers, target)]
+
+
+def score(reply, numbers, target):
+    used, text = [], re.sub(r"=.*", "", reply.strip()[:200])
+    try:
+        result = value(ast.parse(text.strip(), mode="eval").body, used)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return 0.0
+    return (1.0 if result == target else 0.2) if sorted(used) == numbers else 0.0
+
+
+reward_funcs = [reached]

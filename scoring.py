@@ -1,0 +1,133 @@
+"""Finished rollouts to rewards and metrics. Pure functions and the record that hooks are given.
+
+Test: pytest tests/test_rollout.py
+"""
+
+import functools
+import math
+import numbers
+from dataclasses import dataclass
+
+import numpy as np
+
+import chat
+
+
+@dataclass(eq=False)
+class RolloutGroup:
+    """The rollouts of one prompt, scored together. Each list has one entry a rollout."""
+
+    prompts: list[list[dict]]
+    reward_kwargs: dict[str, list]  # the other columns of the prompt's row
+    completions: list[list[dict]]
+    completions_ids: list[list[int]]
+    completions_sequences: list[list[chat.Sample]]  # training samples; several if turns forked
+    tool_call_counts: list[int]
+    tool_failure_counts: list[int]
+    model_version: int  # when the group's first rollout started
+    group_id: int  # position of the prompt in the run's order; without resuming counted from 0
+    row_index: int
+    env_rewards: list[tuple[type, float] | None]
+    rollout_rewards: list[float | None]
+    queued_at: float = 0.0  # time.monotonic() when it was queued for scoring
+    rewards: np.ndarray | None = None  # float64, NaN where no source scored; set before advantages
+
+
+def reward_name(func) -> str:
+    """The name under which a reward function is logged."""
+    while isinstance(func, functools.partial):
+        func = func.func
+    return getattr(func, "__name__", type(func).__name__)
+
+
+def checked_rewards(name: str, values, n: int) -> np.ndarray:
+    """float64[n] of what a reward function returned, NaN where it gave None or NaN."""
+    if isinstance(values, (str, bytes, dict)) or not hasattr(values, "__len__"):
+        raise TypeError(f"reward {name} returned {values!r:.80}: it must return a list of floats")
+    if len(values) != n:
+        raise ValueError(f"reward {name} returned {len(values)} values for {n} completions")
+    rewards = np.full(n, np.nan)
+    for i, value in enumerate(values):
+        value = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
+        if value is None:
+            continue
+        if not isinstance(value, numbers.Real):
+            raise TypeError(f"reward {name} returned {value!r:.80}, which is not a number or None")
+        if math.isinf(value):
+            raise ValueError(f"reward {name} returned {value!r}: rewards must be finite or None")
+        rewards[i] = value
+    return rewards
+
+
+def summed(sources: list[np.ndarray], n: int) -> np.ndarray:
+    """Sum over the sources that scored; NaN for a rollout that none of them scored."""
+    if not sources:
+        return np.full(n, np.nan)
+    rewards_SG = np.stack(sources)
+    unscored = np.isnan(rewards_SG).all(axis=0)
+    return np.where(unscored, np.nan, np.nansum(rewards_SG, axis=0))
+
+
+@dataclass(eq=False)
+class FinishedRollout:
+    """One rollout of a group, before it is scored."""
+
+    rollout: chat.Rollout
+    samples: list[chat.Sample]
+    drifts: list[int]  # of chat.samples_from_turns
+    prompt: list[dict]  # with what the environment's reset() said
+    env_reward: tuple[type, float | None] | None
+    seconds: float = 0.0
+
+
+def rollout_records(finished: list[FinishedRollout], eos_token_ids: frozenset, has_tools: bool):
+    """What a group's rollouts say whatever their rewards are: records (name, value, weight)."""
+    found = []
+
+    def record(name, values, how=np.mean):
+        found.append((name, float(how(values)), float(len(values)) if how is np.mean else 1.0))
+
+    lengths, ended, repeated, seen = [], [], [], set()
+    for one in finished:
+        replies = tuple(tuple(turn.output_ids) for turn in one.rollout.turns)
+        lengths.append(sum(map(len, replies)))
+        ended.append(any(replies) and bool(eos_token_ids & set(replies[-1][-1:])))
+        repeated.append(replies in seen)
+        seen.add(replies)
+    record("completions/mean_length", lengths)
+    record("completions/min_length", lengths, min)
+    record("completions/max_length", lengths, max)
+    terminated = [length for length, has_ended in zip(lengths, ended) if has_ended]
+    if terminated:
+        record("completions/mean_terminated_length", terminated)
+        record("completions/min_terminated_length", terminated, min)
+        record("completions/max_terminated_length", terminated, max)
+    record("completions/clipped_ratio", [not has_ended for has_ended in ended])
+    record("completions/duplicate_frac", repeated)
+    turns = [len(one.rollout.turns) for one in finished]
+    record("rollout/turns_mean", turns)
+    record("rollout/turns_max", turns, max)
+    record("rollout/samples_per_rollout", [len(one.samples) for one in finished])
+    record("rollout/duration_s", [one.seconds for one in finished])
+    drifts = [drift for one in finished for drift in one.drifts]
+    if drifts:
+        record("rollout/fork_frac", [drift > 0 for drift in drifts])
+        record("rollout/drift_tokens_mean", drifts)
+        record("rollout/drift_tokens_max", drifts, max)
+    if has_tools:
+        n_calls = sum(one.rollout.tool_call_count for one in finished)
+        n_failed = sum(one.rollout.tool_failure_count for one in finished)
+        record("tools/call_frequency", [one.rollout.tool_call_count for one in finished])
+        if n_calls:
+            found.append(("tools/failure_frequency", n_failed / n_calls, float(n_calls)))
+    return found
+
+
+def environment_rewards(group: RolloutGroup) -> list[tuple[str, np.ndarray]]:
+    """(class name, float64[n]) of what get_reward of each class gave; NaN for other rollouts."""
+    found = []
+    for cls in dict.fromkeys(pair[0] for pair in group.env_rewards if pair is not None):
+        values = [pair[1] if pair and pair[0] is cls else None for pair in group.env_rewards]
+        rewards = checked_rewards(f"{cls.__name__}.get_reward", values, len(values))
+        found.append((cls.__name__, rewards))
+    return found
