@@ -2,11 +2,12 @@
 
     python bench/chat.py [--conversations 64] [--turns 128]
 
-One process on one core. Server and tool are stand-ins: a reply comes after 0.1 to 0.3 s and costs
-nothing, so what is measured is the worker's: rendering, encoding, parsing calls, running tools,
-turns to samples. "whole" renders and encodes the whole conversation in every turn, "ours" continues
-it (template.py). CPU seconds of the process. How long the event loop was held is seen by a task
-that wants to run every 5 ms, in wall time and in CPU time (the first has other processes in it).
+One process on one core. Server and tool are stand-ins: a reply of about 180 tokens comes after 0.3
+to 0.9 s (20,000 tokens/s in all) and costs nothing, so what is measured is the worker's: rendering,
+encoding, parsing calls, running tools, turns to samples. "whole" renders and encodes the whole
+conversation in every turn, "ours" continues it (template.py). CPU seconds of the process. How long
+the event loop was held is seen by a task that wants to run every 5 ms, in wall time and in CPU time
+(the first has other processes in it).
 """
 
 import argparse
@@ -65,11 +66,11 @@ class Scripted(RolloutLoop):
         turn = self.turn_of.setdefault(asyncio.current_task(), [0])
         turn[0] += 1
         ids = self.last if turn[0] == self.n_turns else random.choice(self.replies)
-        await asyncio.sleep(random.uniform(0.1, 0.3) if self.waits else 0)
+        await asyncio.sleep(random.uniform(0.5, 1.5) * self.wait_s)
         return chat.TurnRecord(prompt_ids, ids, [-1.0] * len(ids))
 
 
-def make_loop(n_turns, waits):
+def make_loop(n_turns, wait_s):
     tokenizer = AutoTokenizer.from_pretrained(model.resolve_model("smollm2-135m"))
     options = {name: getattr(Config, name) for name in Config.__dataclass_fields__}
     loop = Scripted(
@@ -79,7 +80,7 @@ def make_loop(n_turns, waits):
     schemas = [tools.schema(search)]
     loop.template = ChatTemplate(tokenizer, {}, [2], schemas)
     assert loop.template.appends
-    loop.tool_names, loop.turn_of, loop.waits = ["search"], {}, waits
+    loop.tool_names, loop.turn_of, loop.wait_s = ["search"], {}, wait_s
     loop.script(n_turns)
     return loop
 
@@ -116,12 +117,13 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--conversations", type=int, default=64)
     parser.add_argument("--turns", type=int, default=128)
+    parser.add_argument("--wait_s", type=float, default=0.6, help="mean time of a reply")
     options = parser.parse_args()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     random.seed(0)
     rows = {}
     for name, n, plain in (("ours", options.conversations, False), ("whole", 2, True)):
-        loop = make_loop(options.turns, waits=not plain)
+        loop = make_loop(options.turns, 0 if plain else options.wait_s)
         seconds, lengths, held_wall, held_cpu = asyncio.run(converse(loop, n, plain))
         longest = [max(one) for one in lengths]
         rows[name] = seconds / (n * options.turns)
