@@ -18,7 +18,7 @@ from test_sync import LyingServer, Trainer, prompts
 
 import adapters
 import sync
-from chat import Sampler
+from sampler import Sampler
 from samplers import Samplers, Stale
 from server import Fleet, ServerError
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 import samplers
-from chat import ServerLost
+from sampler import ServerLost
 from samplers import Samplers, Stale
 
 
