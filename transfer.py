@@ -551,18 +551,25 @@ def load_layerwise(vllm_config, model, tensors) -> list[str]:
     from vllm.model_executor.model_loader import reload
     from vllm.platforms import current_platform
 
+    on_cpu = current_platform.is_cpu()
+    # Two things that the CPU build keeps packed are not packed again by a reload (vLLM 0.32; remove
+    # when they are): experts, unless their kernel is made anew, and a head that is tied.
+    methods = [getattr(module, "quant_method", None) for module in model.modules() if on_cpu]
+    kernels = [(method, method.moe_kernel) for method in methods if hasattr(method, "moe_kernel")]
     with loading(vllm_config):
         reload.initialize_layerwise_reload(model)
+        for method, _ in kernels:
+            method.moe_kernel = None
         try:
             loaded = model.load_weights(tensors)
             reload.finalize_layerwise_reload(model, vllm_config.model_config)
         except BaseException:
             restore_layers(model)
             raise
-        tied = vllm_config.model_config.hf_text_config.tie_word_embeddings
-        if tied and current_platform.is_cpu():
-            # The CPU build keeps a packed copy of the head, which no reload refreshes when the
-            # head is tied (vLLM 0.32). Remove when it does.
+        finally:
+            for method, kernel in kernels:
+                method.moe_kernel = method.moe_kernel or kernel  # of a layer that was not loaded
+        if on_cpu and vllm_config.model_config.hf_text_config.tie_word_embeddings:
             for module in model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
