@@ -538,7 +538,12 @@ class RolloutLoop:
             where = f"row {group.row_index} of the dataset"
             environment, prompt = await self.environments.open(row, where)
             tools += methods(environment)
-        rollout = await self.generate_one(prompt, tools, group.group_id)
+        try:
+            rollout = await self.generate_one(prompt, tools, group.group_id)
+        except Stale:  # stopped for its age, which is no failure of the environment
+            if environment is not None:
+                self.environments.close(environment, row)
+            raise
         if not isinstance(rollout, chat.Rollout):
             raise TypeError(f"generate_one returned {rollout!r:.80}, not a Rollout")
         if environment is not None:

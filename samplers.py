@@ -72,6 +72,10 @@ class Samplers:
         return None if None in lengths else min(lengths)
 
     @property
+    def truncated(self) -> bool:
+        return self.samplers[0].truncated
+
+    @property
     def generated_tokens(self) -> int:
         return sum(sampler.generated_tokens for sampler in self.samplers)
 

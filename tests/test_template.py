@@ -313,7 +313,7 @@ def test_what_is_trained_is_what_was_sampled_each_token_once_and_no_context(case
     name, said = case
     run = Run(NoServer, [], tokenizer=LEARNT[name].tokenizer)
     loop = run.loop
-    loop.template, loop.tool_names, loop.sampler.max_model_len = LEARNT[name], ["add"], None
+    loop.template, loop.tool_names = LEARNT[name], ["add"]
     loop.generate_one_turn = scripted = Scripted(LEARNT[name].tokenizer, said)
     prompt = [{"role": "user", "content": "\u00bfqu\u00e9?"}]
     rollout = asyncio.run(loop.generate_one(prompt, TOOLS))
