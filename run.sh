@@ -146,10 +146,10 @@ print(s.getsockname()[1])')}
       "${flags[@]}" ${VLLM_ARGS:-} > "$log" 2>&1 &
   else
     # bf16 only where the CPU computes with it: elsewhere it is emulated, five times slower than float32.
-    dtype=float32
+    dtype=float32 stubs=
     grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo 2>/dev/null && dtype=bfloat16
     if [ -n "$HYBRID" ]; then # in float32 the engine dies; a prefix cache would need chunked prefill
-      dtype=bfloat16
+      dtype=bfloat16 stubs=$PWD/stubs:
       flags+=(--no-enable-prefix-caching)
     fi
     flags+=(--max-model-len "${MAX_MODEL_LEN:-512}" --dtype "$dtype" --enforce-eager
@@ -160,7 +160,7 @@ print(s.getsockname()[1])')}
     export OMP_WAIT_POLICY=PASSIVE # server and trainer share the cores: who waits must not spin
     export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
     export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-0-$(($(nproc) - 1))}
-    PYTHONPATH=$PWD:$PWD/stubs:${PYTHONPATH:-} setsid "$python" -m vllm.entrypoints.openai.api_server \
+    PYTHONPATH=$PWD:$stubs${PYTHONPATH:-} setsid "$python" -m vllm.entrypoints.openai.api_server \
       --model "$MODEL_PATH" "${flags[@]}" ${VLLM_ARGS:-} > "$log" 2>&1 &
   fi
   server=$!

@@ -1,6 +1,6 @@
 """Stands in for torchvision in the CPU server: vLLM imports the image code of Qwen3.5 for text-only
 models too, and no torchvision imports beside the CPU build of torch. Nothing in it is ever called.
-run.sh puts this folder on the CPU server's path, and on no other.
+run.sh puts this folder on the path of a CPU server with such a model, and on no other.
 """
 
 import sys
