@@ -211,7 +211,7 @@ def _head(turn: TurnRecord, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if given is not None and n_given != len(keep):
         raise ValueError(f"a TurnRecord has {len(keep)} output_ids and {n_given} sampler log-probs")
     if isinstance(given, tuple):
-        return given[0][keep], given[1][keep]
+        return given if keep.all() else (given[0][keep], given[1][keep])
     if given is None:
         n = int(keep.sum())
         return np.zeros((n, 0), dtype=np.int32), np.zeros((n, 0), dtype=np.float32)
@@ -227,6 +227,9 @@ def _head(turn: TurnRecord, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _stack_heads(heads) -> tuple[np.ndarray, np.ndarray]:
     """The heads of several turns below each other, padded to the widest with missing entries."""
+    if len(heads) == 1:
+        ids, log_probs = heads[0]
+        return np.asarray(ids, dtype=np.int32), np.asarray(log_probs, dtype=np.float32)
     n = sum(len(ids) for ids, _ in heads)
     k = max((ids.shape[1] for ids, _ in heads), default=0)
     top_ids = np.zeros((n, k), dtype=np.int32)

@@ -373,7 +373,14 @@ def check_config(config):
         "max_tool_calling_iterations",
         "must not be negative",
     )
-    need(c.tool_timeout_s > 0, "tool_timeout_s", "must be positive")
+    for name in (
+        "tool_timeout_s",
+        "rollout_timeout_s",
+        "rollout_worker_timeout",
+        "vllm_server_timeout",
+    ):
+        seconds = getattr(c, name)
+        need(seconds is None or seconds > 0, name, "must be positive")
     need(
         c.num_completions_to_print is None or c.num_completions_to_print >= 1,
         "num_completions_to_print",

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 
+import numpy as np
 import torch.distributed as dist
 
 import dump
@@ -81,8 +82,11 @@ def scatter(plan, config, epoch=math.nan):
     return mine[0]
 
 
-def sample_records(samples, staleness):
-    """`sample/*` of the trained samples, and what each brought along. staleness: of each."""
+def sample_records(samples, version):
+    """`sample/*` of the trained samples, and what each brought along. version: of the weights that
+    train on them."""
+    ages = [version - sample.versions[sample.trained] for sample in samples]
+    staleness = [int(age.max()) for age in ages]
     n, tokens = len(samples), [len(sample.input_ids) for sample in samples]
     trained = [int(sample.trained.sum()) for sample in samples]
     brought = {}
@@ -95,6 +99,7 @@ def sample_records(samples, staleness):
         ("sample/trained_tokens_mean", sum(trained) / n, n),
         ("sample/staleness_mean", sum(staleness) / n, n),
         ("sample/staleness_max", max(staleness), 1),
+        ("sample/token_staleness_mean", np.concatenate(ages).mean(), sum(trained)),
         *((name, sum(values) / len(values), len(values)) for name, values in brought.items()),
     ]
 
@@ -182,8 +187,10 @@ class Feed:
 
     def _staleness(self, sample, step):
         """Weight updates between the sample's oldest token and the weights that train at `step`."""
-        version = (step - 1) // self.config.weight_sync_steps
-        return version - int(sample.versions[sample.trained].min())
+        return self._version_at(step) - int(sample.versions[sample.trained].min())
+
+    def _version_at(self, step):
+        return (step - 1) // self.config.weight_sync_steps
 
     def next(self, must_sync=lambda: False):
         """The next step's samples of this rank, None at the end, or SYNC_AGAIN if rank 0's
@@ -278,7 +285,7 @@ class Feed:
         now, plan = time.time(), self.plan
         samples = [sample for row in plan.rows for sample in row.samples]
         found = self.worker.drain_records() + planner.batch_metrics(plan, self.budget, self.pad)
-        found += sample_records(samples, [self._staleness(s, plan.step) for s in samples])
+        found += sample_records(samples, self._version_at(plan.step))
         waited_s = [now - sample.created_at for sample in samples]
         found.append(("sample/time_in_queue_s", sum(waited_s) / len(waited_s), len(waited_s)))
         found.append(("rollout/queue_size", self.queue_size, 1))
@@ -333,9 +340,10 @@ class Replay:
             for row, samples in zip(batches[-1], rows):
                 for sample in samples:
                     row.add(sample)
-        self.staleness = [
-            stale for s, stale in zip(recorded.samples, recorded.staleness) if s.trained.any()
-        ]
+        sample, stale = next(
+            pair for pair in zip(recorded.samples, recorded.staleness) if pair[0].trained.any()
+        )
+        self.version = stale + int(sample.versions[sample.trained].min())  # that trained then
         return planner.Plan(recorded.step, batches, dropped=Counter())
 
     def state(self):
@@ -351,7 +359,7 @@ class Replay:
         samples = [sample for row in self.plan.rows for sample in row.samples]
         self.n_tokens += self.plan.n_tokens
         found = planner.batch_metrics(self.plan, self.budget, self.pad)
-        return found + sample_records(samples, self.staleness)
+        return found + sample_records(samples, self.version)
 
     def finish(self):
         return []

@@ -63,7 +63,7 @@ NAMES = {
         rollout/event_loop_lag_max_s
         sample/forwarded_tokens_mean sample/forwarded_tokens_max sample/trained_tokens_mean
         sample/time_in_queue_s sample/staleness_mean sample/staleness_max
-        sample/dropped_stale_count
+        sample/token_staleness_mean sample/dropped_stale_count
         batch/forwarded_tokens_per_step batch/trained_tokens_per_step batch/samples_per_step
         batch/groups_per_step batch/microbatches_per_step batch/masked_token_frac
         batch/samples_per_row batch/row_tokens_mean batch/row_tokens_max batch/row_fill_frac

@@ -889,7 +889,7 @@ def started_worker(server, folder, task, eos_token_ids=(EOS,), **options):
         OPTIONS | {"vllm_server_base_url": server.url} | options,
         task,
         model_path=folder,
-        model_name="m",
+        model_name=getattr(server, "name", "m"),
         eos_token_ids=eos_token_ids,
     )
     worker.set_allowance(10**6)

@@ -93,7 +93,7 @@ def test_missing_log_probs_stay_missing():
     # vLLM sends -9999 for NaN and -inf and drops the rank; other servers send null.
     content = [
         {"token_id": 5, "logprob": None, "rank": None, "top_logprobs": [entry(5, None, None)]},
-        {"token_id": 6, "logprob": -9999.0, "top_logprobs": [entry(6, -9999.0, 2)]},
+        entry(6, -9999.0, 2) | {"top_logprobs": [entry(6, -9999.0, 2)]},
         {"token_id": 7, "logprob": -1.0, "top_logprobs": []},
     ]
     turn = sampler.parse_generate(generate_answer(content), [1], k=2, version=0)
