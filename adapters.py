@@ -53,17 +53,22 @@ def adapter_problem(model, fleet: Fleet) -> str:
     return ""
 
 
-def largest_rank(model) -> int:
-    config = model.peft_config[model.active_adapter]
-    return max([config.r, *config.rank_pattern.values()])
+def largest_rank(adapter) -> int:
+    """Of a peft.LoraConfig."""
+    return max([adapter.r, *adapter.rank_pattern.values()])
+
+
+def served_rank(rank: int) -> int:
+    """The least --max-lora-rank of a server that takes adapters of that rank."""
+    least = next((r for r in MAX_LORA_RANKS if r >= rank), None)
+    if least is None:
+        raise ValueError(f"lora_r={rank} is above {MAX_LORA_RANKS[-1]}, the most that vLLM serves")
+    return least
 
 
 def check_slots(url: str, info: ServerInfo, rank: int, max_staleness: int) -> None:
     """Raise unless a server with --enable-lora can hold the adapters of a run."""
-    least = next((r for r in MAX_LORA_RANKS if r >= rank), None)
-    if least is None:
-        raise ValueError(f"lora_r={rank} is above {MAX_LORA_RANKS[-1]}, the most that vLLM serves")
-    slots = max_staleness + 2
+    least, slots = served_rank(rank), max_staleness + 2
     if info.max_lora_rank < rank or info.max_loras < slots:
         raise ValueError(
             f"the server at {url} holds {info.max_loras} adapters of rank {info.max_lora_rank} at "

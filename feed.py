@@ -162,6 +162,7 @@ class Feed:
             used=frozenset(self.used),
         )
         self.worker.set_allowance(max(config.max_staleness, 1) * rows * budget)
+        self.worker.set_version(self.version)
         self.worker.start()
         self.planner = planner.Planner(
             self._pull,

@@ -45,9 +45,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import adapters
 import attention
 import chat
 import checkpoint
+import lora
 import memory
 import model
 import packing
@@ -73,6 +75,7 @@ def prepare(argv, plan_path):
     check(config, task)
     model_path = model.resolve_model(config.model)
     model_config = model.checkpoint_config(config, model_path)
+    adapter = lora.adapter_config(config)
     facts = {
         "MODEL_PATH": model_path,
         "MODEL_NAME": config.model,
@@ -81,6 +84,7 @@ def prepare(argv, plan_path):
         "TOP_K": config.top_k or "",
         "SERVER_DTYPE": "float16" if config.fp16 else "bfloat16",
         "LORA_SLOTS": config.max_staleness + 2,  # adapters that a LoRA run has registered at most
+        "LORA_RANK": adapters.served_rank(adapters.largest_rank(adapter) if adapter else 1),
         "TRAIN_PROCESSES": config.num_train_processes or "",
         "SERVER_URL": config.vllm_server_base_url if theirs or config.replay else "",
     }

@@ -84,8 +84,8 @@ case " ${options[*]} " in *" --help "* | *" -h "*) exec "$python" grpo.py --help
 plan=$(mktemp)
 trap 'rm -f "$plan"' EXIT
 "$python" grpo.py --prepare "$plan" ${options[@]+"${options[@]}"}
-# MODEL_PATH MODEL_NAME HYBRID (or empty) SERVER_DTYPE LOGPROBS TOP_K (empty: all tokens) LORA_SLOTS
-# TRAIN_PROCESSES (empty: all) SERVER_URL (empty: ours to start)
+# MODEL_PATH MODEL_NAME HYBRID (or empty) SERVER_DTYPE LOGPROBS TOP_K (empty: all tokens)
+# LORA_SLOTS LORA_RANK TRAIN_PROCESSES (empty: all) SERVER_URL (empty: ours to start)
 . "$plan"
 [ ! -d "$MODEL_PATH" ] || export HF_HUB_OFFLINE=1 # a folder needs no hub
 
@@ -124,7 +124,7 @@ print(s.getsockname()[1])')}
   if [[ " ${VLLM_ARGS:-} " == *" --enable-lora "* ]]; then
     export VLLM_ALLOW_RUNTIME_LORA_UPDATING=1
     api_servers=1 # each would have a list of adapters of its own, so vLLM refuses more
-    flags+=(--max-loras "$LORA_SLOTS")
+    flags+=(--max-loras "$LORA_SLOTS" --max-lora-rank "$LORA_RANK")
   fi
   if [ "$gpus" -gt 0 ]; then
     [ "$gpus" -gt 1 ] || [ -n "${TRAIN_GPUS:-}" ] || {

@@ -159,7 +159,8 @@ def make_sender(
         if hasattr(weights.model, "peft_config") and all(info.max_loras for info in infos):
             if not (problem := adapter_problem(weights.model, fleet)):
                 for server, info in fleet.infos.items():
-                    check_slots(server.url, info, largest_rank(weights.model), max_staleness)
+                    adapter = weights.model.peft_config[weights.model.active_adapter]
+                    check_slots(server.url, info, largest_rank(adapter), max_staleness)
                 return "adapter"
             warnings.warn(f"adapters are merged for the server: {problem}", stacklevel=2)
         if any(info.on_cpu for info in infos):

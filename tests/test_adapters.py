@@ -205,7 +205,8 @@ def test_servers_without_room_for_the_adapters_are_refused_with_the_remedy(liar)
 def test_the_largest_rank_counts_and_what_is_no_plain_adapter_is_named(tiny_folder):
     fleet = Fleet(["http://nowhere"], 1.0)  # no server is asked
     model = make_peft(tiny_folder, rank_pattern={"q_proj": 9})
-    assert adapters.largest_rank(model) == 9 and adapters.adapter_problem(model, fleet) == ""
+    assert adapters.largest_rank(model.peft_config["default"]) == 9
+    assert adapters.served_rank(9) == 16 and adapters.adapter_problem(model, fleet) == ""
     dora = make_peft(tiny_folder, use_dora=True)
     assert "use_dora" in adapters.adapter_problem(dora, fleet)
     with pytest.raises(ValueError, match="no plain LoRA.*without DoRA"):
