@@ -418,10 +418,10 @@ def make_tiny_hybrid(folder, progress=print, tokenizer=None):
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        linear_key_head_dim=128,  # the CPU server has kernels for some sizes only, not for 32
+        linear_value_head_dim=128,
         max_position_embeddings=4096,
         rope_parameters=rope | {"mrope_section": [2, 1, 1], "mrope_interleaved": True},
         tie_word_embeddings=True,
@@ -433,6 +433,16 @@ def make_tiny_hybrid(folder, progress=print, tokenizer=None):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made = Qwen3_5ForCausalLM(config)
+    # Random tokens never add up, and a run without rewards trains nothing: one channel, which no
+    # layer writes to, makes digits and spaces likely, so that the last number is sometimes right.
+    digits_and_space = tokenizer.convert_tokens_to_ids(list("0123456789")) + tokenizer.encode(" ")
+    with torch.no_grad():
+        channel = made.get_input_embeddings().weight[:, 0]
+        channel[:] = 5.0
+        channel[digits_and_space] = torch.tensor([11.0] * 10 + [12.0])
+        for name, parameter in made.named_parameters():
+            if name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight")):
+                parameter[0] = 0
     made.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     progress(f"model: {folder} is ready")
