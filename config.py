@@ -156,7 +156,6 @@ class Config:
 # Options of the spec that are not here, each with its reason.
 _NO_TRAINER = "there is no trainer class: edit the loop in grpo.py"
 _ROWS = "rows are filled up to token_budget, not by a count of samples"
-_LATER = "not available yet"
 REFUSED = {
     "per_device_train_batch_size": _ROWS,
     "auto_find_batch_size": _ROWS,
