@@ -27,6 +27,7 @@ from packing import Row
 from sync import together
 from worker import RolloutWorker
 
+TELL_S = 60.0  # of waiting for samples, after which a line says so
 SYNC_AGAIN = "sync again"  # from next(): a server lacks the weights, so no samples come from it
 
 
@@ -102,6 +103,17 @@ def sample_records(samples, version):
         ("sample/token_staleness_mean", np.concatenate(ages).mean(), sum(trained)),
         *((name, sum(values) / len(values), len(values)) for name, values in brought.items()),
     ]
+
+
+def waiting(seconds, n_dropped):
+    """What is said while no samples come. n_dropped: groups that ended without any meanwhile."""
+    said = f"waiting for samples for {seconds:.0f} s"
+    if n_dropped:
+        said += (
+            f"; meanwhile {n_dropped} groups taught nothing, most often because all rewards of a "
+            "group are equal: the task may be too hard or too easy"
+        )
+    return said
 
 
 class Feed:
@@ -204,8 +216,12 @@ class Feed:
         return self.share
 
     def _wait(self, must_sync):
+        begin = told = time.monotonic()
         while True:
             self.worker.check()
+            if time.monotonic() - told > TELL_S:
+                told = time.monotonic()
+                print(waiting(told - begin, self.worker.n_dropped), flush=True)
             try:
                 plan = self.planner.next(timeout=1.0)
             except TimeoutError:

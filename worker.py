@@ -196,6 +196,11 @@ class RolloutWorker:
         return len(self._samples)
 
     @property
+    def n_dropped(self) -> int:
+        """Groups that ended without a sample since the last drain_dropped()."""
+        return len(self._dropped)
+
+    @property
     def finished(self) -> bool:
         """There are no more prompts and every sample has been taken."""
         with self._ready:

@@ -10,6 +10,7 @@ import transformers
 
 import attention
 import chat
+import feed
 import grpo
 import loss
 import model
@@ -17,7 +18,6 @@ import packing
 import planner
 import update
 from config import Config
-from feed import shares
 
 BUDGET = 64
 CONFIG = Config(gradient_checkpointing=False, num_sampler_logprobs=3, max_completion_length=8)
@@ -83,7 +83,7 @@ def planned_gradients(rank, folder, config, samples, options=()):
             gradient_accumulation_steps=config.gradient_accumulation_steps,
         )
     )
-    share = shares(plan, config, dist.get_world_size())[rank]
+    share = feed.shares(plan, config, dist.get_world_size())[rank]
     assert sum(len(row.samples) for row in plan.rows) == len(samples), "all in one step"
     return gradients(folder, config, share, **dict(options))
 
@@ -142,7 +142,7 @@ def test_denominators_of_the_spec_and_of_the_step():
     plan = planner.Plan(step=1, micro_batches=[row(8), row(2)], dropped={})
 
     def denominators(**options):
-        (share,) = shares(plan, dataclasses.replace(CONFIG, **options), world_size=1)
+        (share,) = feed.shares(plan, dataclasses.replace(CONFIG, **options), world_size=1)
         return share.denominators
 
     assert denominators() == [16, 4]
@@ -295,3 +295,22 @@ def test_the_head_does_to_the_logits_what_the_model_does(model_type, options):
     sampled = expected.gather(1, torch.tensor(ids[1:])[:, None])
     torch.testing.assert_close(log_probs, sampled, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1), atol=1e-5, rtol=1e-5)
+
+
+def test_a_long_wait_says_what_became_of_the_groups(monkeypatch, capsys):
+    monkeypatch.setattr(feed, "TELL_S", 0.0)
+    waits = [TimeoutError, None]  # one second without a plan, then the end of the prompts
+
+    def next_plan(self, timeout):
+        if found := waits.pop(0):
+            raise found
+
+    waiting = feed.Feed.__new__(feed.Feed)
+    waiting.pulled_tokens = waiting.released_tokens = 0
+    worker = {"n_dropped": 7, "queue_size": 0, "check": lambda s: 0, "release": lambda s, n: 0}
+    waiting.worker = type("Worker", (), worker)()
+    waiting.planner = type("Planner", (), {"next": next_plan})()
+    assert waiting._wait(must_sync=lambda: False) is None
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("waiting for samples for 0 s; meanwhile 7 groups taught nothing")
+    assert feed.waiting(61.2, 0) == "waiting for samples for 61 s"
