@@ -1,10 +1,8 @@
 """Countdown: reach a target with some numbers and + - * /, each number used once.
 
-    bash run.sh --env countdown
-    bash run.sh --env countdown --numbers 4 --largest 50 --max_completion_length 512
+    bash run.sh --env countdown --numbers 2 --largest 10
 
-Problems are made on the fly and always have a solution. An answer is checked with exact fractions;
-its expression is parsed, never evaluated as code.
+Every problem has a solution. Answers are parsed, never run as code, and checked exactly.
 """
 
 import ast
@@ -14,15 +12,9 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-config_overrides = {
-    "max_completion_length": 32,
-    "token_budget": 2048,
-    "gradient_checkpointing": False,
-    "learning_rate": 2e-5,
-    "adam_beta2": 0.95,
-    "max_staleness": 1,
-    "max_steps": 12,
-}
+from envs import arithmetic
+
+config_overrides = arithmetic.config_overrides | {"max_completion_length": 32}
 
 
 @dataclass(frozen=True)
@@ -32,9 +24,18 @@ class Options:
     n_prompts: int = 4096  # rows of the data set
 
 
-ADD, SUBTRACT = {ast.Add: operator.add}, {ast.Sub: operator.sub}
-OPERATIONS = ADD | SUBTRACT | {ast.Mult: operator.mul, ast.Div: operator.truediv}
+ADD = {ast.Add: operator.add, ast.Sub: operator.sub}
+OPERATIONS = ADD | {ast.Mult: operator.mul, ast.Div: operator.truediv}
 QUESTION = "Use the numbers {} once each, with + - * /, to make {}. Answer with an expression only."
+
+
+# worked examples: without them a small model writes sentences
+SOLVED = [
+    {"role": "user", "content": QUESTION.format("9, 2", 7)},
+    {"role": "assistant", "content": "9 - 2"},
+    {"role": "user", "content": QUESTION.format("3, 5", 15)},
+    {"role": "assistant", "content": "3 * 5"},
+]
 
 
 def dataset(options):
@@ -46,7 +47,7 @@ def dataset(options):
             target = rng.choice(list(OPERATIONS.values()))(target, n)
         if target.denominator == 1 and target > 0:
             shown = ", ".join(map(str, rng.sample(numbers, len(numbers))))
-            prompt = [{"role": "user", "content": QUESTION.format(shown, target)}]
+            prompt = [*SOLVED, {"role": "user", "content": QUESTION.format(shown, target)}]
             rows.append({"prompt": prompt, "numbers": sorted(numbers), "target": int(target)})
     return rows
 
