@@ -152,7 +152,12 @@ MAY_BE_NULL = {
         "the sync waited for an evaluation",
     ),
     **dict.fromkeys(
-        ["rollout/generated_tokens_per_s", "rollout/concurrency", "rollout/concurrency_cap"],
+        [
+            "rollout/generated_tokens_per_s",
+            "rollout/concurrency",
+            "rollout/concurrency_cap",
+            "rollout/event_loop_lag_max_s",
+        ],
         "recorded once a second, a step may be shorter",
     ),
     **dict.fromkeys(
