@@ -466,9 +466,10 @@ class Copies:
                 blank = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
                 blanks.append((entry.name, blank))
                 places[blank.untyped_storage()._cdata] = copies.made[number], i
+        if vllm_config.model_config.use_mla:
+            logger.info("every sync loads as vLLM does: MLA multiplies weights out after loading")
+            return None
         try:
-            if vllm_config.model_config.use_mla:
-                raise NotImplementedError("MLA multiplies weights out after loading")
             with loading(vllm_config), CopyRecorder(places):
                 model.load_weights(iter(blanks))
         except Exception as error:  # whatever a model's loader does with a tensor without data
@@ -511,6 +512,10 @@ def grid(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[tuple(slice(None, None, max(1, n // 16)) for n in tensor.shape)]
 
 
+class MoreThanCopies(Exception):
+    """A loader does something that recorded copies cannot repeat."""
+
+
 class CopyRecorder(TorchDispatchMode):
     """Notes copies out of the given storages instead of making them; lets nothing else write."""
 
@@ -527,7 +532,7 @@ class CopyRecorder(TorchDispatchMode):
                     return args[0]
             elif func is torch.ops.aten.fill_.Scalar or func is torch.ops.aten.zero_.default:
                 return args[0]  # padding; it stays as it is
-            raise NotImplementedError(f"loading is more than copying here ({func})")
+            raise MoreThanCopies(f"the loader writes by {func}")
         return func(*args, **(kwargs or {}))
 
 
