@@ -164,7 +164,7 @@ REFUSED = {
     "fsdp_config": "FSDP2 is always on and needs no options",
     "accelerator_config": _NO_TRAINER,
     "parallelism_config": "context and sequence parallelism are not supported",
-    "use_liger_kernel": "the head never holds the logits anyway (loss.py)",
+    "use_liger_kernel": "the head never holds the logits anyway (lm_head.py)",
     "liger_kernel_config": "see use_liger_kernel",
     "beta": "there is no reference model and no KL term",
     "scale_rewards": "advantages are always divided by the group's standard deviation",

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attention
 import deltanet
+import lm_head
 import lora
 import loss
 
@@ -82,7 +83,7 @@ class Policy(nn.Module):
         hidden_PH = out.last_hidden_state[0]
         candidates_MC = loss.candidate_ids(row.term_targets, row.top_ids, row.top_log_probs)
         head = self.model.get_output_embeddings()
-        log_probs, entropy = loss.candidate_log_probs(
+        log_probs, entropy = lm_head.candidate_log_probs(
             hidden_PH[row.term_positions],
             head.weight,
             candidates_MC,

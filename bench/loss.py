@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # this file's folder also has a loss.py
+import lm_head  # noqa: E402
 import loss  # noqa: E402
 
 ROUNDS = 9
@@ -34,7 +35,7 @@ def make_inputs(device, n_terms, hidden_size, vocab_size, n_candidates):
     weight *= 2 / hidden_size**0.5  # logits of standard deviation 2
     candidates = torch.randint(vocab_size, (n_terms, n_candidates), device=device)
     with torch.no_grad():
-        policy, _ = loss.candidate_log_probs(hidden, weight, candidates)
+        policy, _ = lm_head.candidate_log_probs(hidden, weight, candidates)
     sampler = policy + 0.1 * torch.randn_like(policy)
     advantages = torch.randn(n_terms, device=device)
     return hidden.requires_grad_(), weight.requires_grad_(), candidates, sampler, advantages
@@ -64,12 +65,12 @@ def tiled_products(hidden, weight, tile):
     with torch.no_grad():
         hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
         weight_grad = torch.empty_like(weight)
-        for columns in loss._slices(len(weight), tile[1]):
+        for columns in lm_head._slices(len(weight), tile[1]):
             grad = hidden @ weight[columns].t()
-        for columns in loss._slices(len(weight), tile[1]):
+        for columns in lm_head._slices(len(weight), tile[1]):
             grad = hidden @ weight[columns].t()
-            loss._add_product_(hidden_grad, grad, weight[columns])
-            weight_grad[columns] = loss._product(grad.t(), hidden, hidden.dtype)
+            lm_head._add_product_(hidden_grad, grad, weight[columns])
+            weight_grad[columns] = lm_head._product(grad.t(), hidden, hidden.dtype)
         return hidden_grad.to(hidden.dtype), weight_grad
 
 
@@ -178,12 +179,12 @@ def main():
 
     def ours(**options):
         options = {"tile": tile, "compiled": device == "cuda"} | options
-        log_probs, _ = loss.candidate_log_probs(hidden, weight, candidates, **options)
+        log_probs, _ = lm_head.candidate_log_probs(hidden, weight, candidates, **options)
         terms_of(log_probs, sampler, advantages).sum().backward()
 
     def one_log_prob(upstream):  # for the check against the peers: the sampled token only
         options = {"tile": tile, "compiled": device == "cuda"}
-        log_probs, _ = loss.candidate_log_probs(hidden, weight, candidates[:, :1], **options)
+        log_probs, _ = lm_head.candidate_log_probs(hidden, weight, candidates[:, :1], **options)
         (log_probs[:, 0] * upstream).sum().backward()
 
     targets, minus_one = candidates[:, 0].contiguous(), -torch.ones_like(advantages)

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+import lm_head
 import loss
 
 LOG = math.log
@@ -103,7 +104,7 @@ def gradients(head, hidden, weight, candidates, options, upstream, **more):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_head_and_its_gradients_equal_dense_autograd(seed, monkeypatch):
-    monkeypatch.setattr(loss, "PIECE", 4)  # tiles of 8 are two pieces, of 5 none
+    monkeypatch.setattr(lm_head, "PIECE", 4)  # tiles of 8 are two pieces, of 5 none
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         hidden, weight, candidates, options, upstream = random_case(seed, dtype)
         # The oracle is in float64 for both, from the same (rounded) inputs.
@@ -121,7 +122,13 @@ def test_head_and_its_gradients_equal_dense_autograd(seed, monkeypatch):
         )
         for tile in ((32768, 8192), (3, 5), (3, 8)):  # one tile; many, with ragged ends
             actual = gradients(
-                loss.candidate_log_probs, hidden, weight, candidates, options, upstream, tile=tile
+                lm_head.candidate_log_probs,
+                hidden,
+                weight,
+                candidates,
+                options,
+                upstream,
+                tile=tile,
             )
             assert actual[0].dtype == actual[1].dtype == dtype
             for a, e in zip((*actual[:2], *actual[2]), (*expected[:2], *expected[2]), strict=True):
@@ -138,7 +145,7 @@ def test_gradcheck_with_every_option_at_once():
     candidates = torch.stack([set_ids[set_offsets[:-1]], set_ids[set_offsets[1:] - 1]], 1)
 
     def head(hidden, weight, bias):
-        return loss.candidate_log_probs(
+        return lm_head.candidate_log_probs(
             hidden,
             weight,
             candidates,
@@ -159,7 +166,7 @@ def test_gradcheck_with_every_option_at_once():
 def test_scale_comes_before_cap_and_cap_before_temperature():
     # products (1, -1); scale 2 -> (2, -2); cap 2 -> 2 tanh(+-1) = +-1.52319; temperature 0.5 ->
     # +-3.04638. log p of the first = -log(1 + exp(-6.09275)) = -0.0022567
-    log_probs, _ = loss.candidate_log_probs(
+    log_probs, _ = lm_head.candidate_log_probs(
         torch.ones(1, 1),
         torch.tensor([[1.0], [-1.0]]),
         torch.tensor([[0]]),
@@ -175,7 +182,7 @@ def test_candidate_without_probability_is_minus_inf_and_takes_no_gradient():
     weight = torch.tensor([[0.0], [1.0], [2.0], [9.0]], requires_grad=True)
     # vocab_size 3: id 3 is padding. Set {0, 1}: id 2 is outside. -1 is no candidate.
     candidates = torch.tensor([[1, 3, 2, -1]])
-    log_probs, entropy = loss.candidate_log_probs(
+    log_probs, entropy = lm_head.candidate_log_probs(
         hidden,
         weight,
         candidates,
@@ -195,15 +202,15 @@ def test_candidate_without_probability_is_minus_inf_and_takes_no_gradient():
 
 def test_padded_vocabulary_equals_the_vocabulary_cut_off():
     hidden, weight, candidates = torch.randn(5, 4), torch.randn(12, 4), torch.randint(10, (5, 3))
-    padded = loss.candidate_log_probs(hidden, weight * 1.0, candidates, vocab_size=10)
-    cut = loss.candidate_log_probs(hidden, weight[:10], candidates)
+    padded = lm_head.candidate_log_probs(hidden, weight * 1.0, candidates, vocab_size=10)
+    cut = lm_head.candidate_log_probs(hidden, weight[:10], candidates)
     assert torch.equal(padded[0], cut[0]) and torch.equal(padded[1], cut[1])
 
 
 def test_zero_terms_give_zero_gradients():
     hidden, weight = torch.empty(0, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
     for sets in ({}, {"set_ids": torch.empty(0).long(), "set_offsets": torch.zeros(1).long()}):
-        log_probs, entropy = loss.candidate_log_probs(
+        log_probs, entropy = lm_head.candidate_log_probs(
             hidden, weight, torch.empty(0, 9).long(), **sets
         )
         assert log_probs.shape == (0, 9) and entropy.shape == (0,)
@@ -213,11 +220,13 @@ def test_zero_terms_give_zero_gradients():
 
 def test_frozen_weight_and_frozen_hidden_leave_the_other_gradient_unchanged():
     hidden, weight, candidates = torch.randn(5, 4), torch.randn(9, 4), torch.randint(9, (5, 3))
-    both = gradients(loss.candidate_log_probs, hidden, weight, candidates, {}, torch.ones(5, 3))[2]
+    both = gradients(lm_head.candidate_log_probs, hidden, weight, candidates, {}, torch.ones(5, 3))[
+        2
+    ]
     for i, names in enumerate((("hidden",), ("weight",))):
         leaves = {"hidden": hidden.clone(), "weight": weight.clone()}
         leaves[names[0]].requires_grad_()
-        loss.candidate_log_probs(**leaves, candidates=candidates)[0].sum().backward()
+        lm_head.candidate_log_probs(**leaves, candidates=candidates)[0].sum().backward()
         assert torch.equal(leaves[names[0]].grad, both[i])
 
 
@@ -228,7 +237,7 @@ def test_tied_weight_gets_the_gradient_of_both_uses():
     def grad(head):
         return torch.autograd.grad(head(weight[ids].tanh(), weight, candidates)[0].sum(), weight)[0]
 
-    difference = grad(loss.candidate_log_probs) - grad(dense_candidate_log_probs)
+    difference = grad(lm_head.candidate_log_probs) - grad(dense_candidate_log_probs)
     assert difference.abs().max() < 1e-12
 
 
@@ -248,7 +257,7 @@ def test_bfloat16_rounds_products_only_and_fp32_head_not_even_those():
     for fp32_head, tolerance in ((False, 0.13), (True, 1e-4)):
         # Logits of size 16 to 32 round by at most 2^-4 each: log p by twice that at most.
         log_probs, _, grads = gradients(
-            loss.candidate_log_probs,
+            lm_head.candidate_log_probs,
             hidden,
             weight,
             candidates,
@@ -270,7 +279,7 @@ def test_fp32_head_uses_a_float32_weight_unrounded():
     # 1 + 2^-10 is 1 in bf16. Products 1 + 2^-10 and 0: log p = -log(1 + exp(-1 - 2^-10))
     weight = torch.tensor([[1 + 2**-10], [0.0]])
     for fp32_head, product in ((False, 1.0), (True, 1 + 2**-10)):
-        log_probs, _ = loss.candidate_log_probs(
+        log_probs, _ = lm_head.candidate_log_probs(
             torch.ones(1, 1).bfloat16(), weight, torch.tensor([[0]]), fp32_head=fp32_head
         )
         assert log_probs.item() == pytest.approx(-LOG(1 + math.exp(-product)), abs=1e-6)
@@ -280,7 +289,7 @@ def test_weight_gradient_does_not_depend_on_the_tiles_even_in_bfloat16():
     g = torch.Generator().manual_seed(4)
     hidden, weight = (torch.randn(n, 16, generator=g).bfloat16() for n in (64, 50))
     candidates, upstream = torch.randint(50, (64, 2), generator=g), torch.ones(64, 2)
-    case = (loss.candidate_log_probs, hidden, weight, candidates, {}, upstream)
+    case = (lm_head.candidate_log_probs, hidden, weight, candidates, {}, upstream)
     grads = [gradients(*case, tile=tile)[2][1] for tile in ((64, 50), (1, 50), (64, 7))]
     # Rounding every row's product to bf16 would lose about 2^-8 x sqrt(64) = 3% here; summed in
     # float32 and rounded once, two splits differ by one rounding at most.
@@ -297,15 +306,17 @@ def test_compiled_tiles_are_compiled_once_for_any_number_of_terms(monkeypatch):
         return graph
 
     monkeypatch.setattr(
-        loss, "_compile", functools.cache(lambda f: torch.compile(f, backend=count, fullgraph=True))
+        lm_head,
+        "_compile",
+        functools.cache(lambda f: torch.compile(f, backend=count, fullgraph=True)),
     )
     torch._dynamo.reset()
     for n_terms in (7, 12, 5, 30):
         hidden, weight = torch.randn(n_terms, 4).double(), torch.randn(20, 4).double()
         candidates = torch.randint(20, (n_terms, 3))
         case = (hidden, weight, candidates, {}, torch.ones(n_terms, 3).double())
-        compiled = gradients(loss.candidate_log_probs, *case, tile=(100, 8), compiled=True)
-        plain = gradients(loss.candidate_log_probs, *case, tile=(100, 8))
+        compiled = gradients(lm_head.candidate_log_probs, *case, tile=(100, 8), compiled=True)
+        plain = gradients(lm_head.candidate_log_probs, *case, tile=(100, 8))
         for a, b in zip((*compiled[:2], *compiled[2]), (*plain[:2], *plain[2]), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
     # Vocabulary 20 in tiles of 8, 8 and 4: two widths, forward and backward.
@@ -316,13 +327,15 @@ def test_compiled_tiles_are_compiled_once_for_any_number_of_terms(monkeypatch):
 def test_mistakes_are_named():
     args = (torch.zeros(2, 3), torch.zeros(5, 3), torch.zeros(2, 1).long())
     with pytest.raises(ValueError, match="temperature"):
-        loss.candidate_log_probs(*args, temperature=0.0)
+        lm_head.candidate_log_probs(*args, temperature=0.0)
     with pytest.raises(ValueError, match="both or neither"):
-        loss.candidate_log_probs(*args, set_ids=torch.zeros(1).long())
+        lm_head.candidate_log_probs(*args, set_ids=torch.zeros(1).long())
     with pytest.raises(ValueError, match="one more than terms"):
-        loss.candidate_log_probs(*args, set_ids=torch.zeros(1).long(), set_offsets=torch.zeros(2))
+        lm_head.candidate_log_probs(
+            *args, set_ids=torch.zeros(1).long(), set_offsets=torch.zeros(2)
+        )
     with pytest.raises(ValueError, match="row for each"):
-        loss.candidate_log_probs(*args[:2], torch.zeros(3, 1).long())
+        lm_head.candidate_log_probs(*args[:2], torch.zeros(3, 1).long())
 
 
 def truncated(probabilities, *, top_k=None, top_p=None, min_p=None):
@@ -352,7 +365,7 @@ def test_unchanged_policy_has_ratio_one_under_truncated_sampling_with_the_set_on
     set_offsets = torch.cat([torch.zeros(1).long(), keep.sum(1).cumsum(0)])
 
     def mean_ratio(**sets):
-        log_p, _ = loss.candidate_log_probs(hidden, weight, sampled, tile=(64, 128), **sets)
+        log_p, _ = lm_head.candidate_log_probs(hidden, weight, sampled, tile=(64, 128), **sets)
         log_r, present = loss.log_ratio(
             policy_log_probs=log_p[:, 0], sampler_log_probs=q.gather(1, sampled)[:, 0].log()
         )
@@ -745,7 +758,7 @@ def test_micro_batch_split_leaves_gradient_unchanged(name):
     weight = torch.randn(30, 5, generator=g, dtype=torch.float64, requires_grad=True)
     candidates = torch.randint(30, (12, 4), generator=g)
     with torch.no_grad():
-        policy = loss.candidate_log_probs(hidden, weight, candidates)[0]
+        policy = lm_head.candidate_log_probs(hidden, weight, candidates)[0]
     sampler = policy + torch.randn(12, 4, generator=g).double() / 3
     advantages = torch.randn(12, generator=g).double()
 
@@ -753,7 +766,7 @@ def test_micro_batch_split_leaves_gradient_unchanged(name):
         weight.grad = None
         for start, stop in zip(bounds, bounds[1:], strict=False):
             rows = slice(start, stop)
-            log_probs, _ = loss.candidate_log_probs(hidden[rows], weight, candidates[rows])
+            log_probs, _ = lm_head.candidate_log_probs(hidden[rows], weight, candidates[rows])
             losses = all_losses(log_probs, sampler[rows], advantages[rows])[name]
             (losses.sum() / 12).backward()  # the step's trained tokens, not the micro-batch's
         return weight.grad
