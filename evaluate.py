@@ -20,7 +20,8 @@ import time
 from dataclasses import asdict
 
 import dump
-from rollout import TICK_S, Slot, _Prompt
+from prompts import Prompt
+from rollout import TICK_S, Slot
 from worker import RolloutWorker
 
 # What the evaluation's worker records, by the name under which it is logged.
@@ -45,7 +46,7 @@ def loop_for(base):
                         return
                     time.sleep(TICK_S)
                 for i, row in enumerate(rows):
-                    yield _Prompt(done * len(rows) + i, done, False, i, row)
+                    yield Prompt(done * len(rows) + i, done, False, i, row)
 
         def filter_prompt(self, row_index, row, epoch):
             return True

@@ -20,6 +20,24 @@ class LoadLimit:
     ceiling: int  # max_concurrent_rollouts
     cap: int
     finished: int = 0  # rollouts since the last raise
+    preemptions: float | None = None  # of the server, when it was last looked at
+
+    def follow(self, load: "ServerLoad", in_flight: int, max_model_len: int | None) -> list:
+        """Adapt to what the server says; -> records (name, value, weight). The first time the cap
+        becomes the number of requests that fit the KV cache at full length."""
+        if self.preemptions is None:  # what happened before is not ours
+            self.preemptions = load.preemptions
+            if load.kv_tokens and max_model_len:
+                self.cap = min(max(int(load.kv_tokens // max_model_len), 1), self.ceiling)
+        self.update(load.kv_usage, load.waiting, in_flight)
+        new_preemptions = max(load.preemptions - self.preemptions, 0)  # a restart counts anew
+        self.preemptions = load.preemptions
+        return [
+            ("rollout/vllm_preemption_count", float(new_preemptions), 1.0),
+            ("rollout/vllm_kv_cache_usage_frac", float(load.kv_usage), 1.0),
+            ("rollout/vllm_running_requests", float(load.running), 1.0),
+            ("rollout/vllm_queued_requests", float(load.waiting), 1.0),
+        ]
 
     def update(self, usage: float, waiting: float, in_flight: int) -> None:
         if usage > 0.8 and in_flight <= self.cap:

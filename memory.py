@@ -20,10 +20,10 @@ import os
 import torch
 import torch.distributed as dist
 
+from lm_head import GPU_TILE
 from model import layers
 
 GIB = 2**30
-TILE = 32768, 16384  # most terms and tokens of one of the head's tiles (loss.py)
 TILE_BYTES = 2 + 4 + 4  # of an element: product, float32 logit, gradient
 USABLE = 0.9  # of the device: the rest is fragments, communication buffers, the CUDA context
 
@@ -58,7 +58,7 @@ def estimate(
     root = sum(p.numel() for p in policy.parameters()) - n_layers * layer
     at_once = 2 if shards > 1 else n_layers  # without shards layers stay gathered
     gathered = (root + at_once * layer) * width + (root + layer) * (width + 4)
-    tile = min(row_tokens, TILE[0]) * min(config.vocab_size, TILE[1]) * TILE_BYTES
+    tile = min(row_tokens, GPU_TILE[0]) * min(config.vocab_size, GPU_TILE[1]) * TILE_BYTES
     fixed = (0 if cpu_offload else held / shards) + gathered + tile
     if whole_gradients:
         fixed += 4 * sum(p.numel() for p in trained)

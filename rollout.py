@@ -33,13 +33,10 @@ Test: pytest tests/test_rollout.py
 import asyncio
 import contextlib
 import copy
-import dataclasses
 import enum
-import functools
 import math
 import sys
 import time
-import typing
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -49,19 +46,24 @@ import chat
 import dump
 from environments import Environments, methods
 from load import LoadLimit, parse_load
+from prompts import prompts
 from sampler import RequestRefused, Sampler, ServerLost
 from samplers import Samplers, Stale
 from scoring import (
     FinishedRollout,
     RolloutGroup,
+    as_text,
+    call_reward,
     checked_rewards,
     environment_rewards,
     reward_name,
+    reward_records,
     rollout_records,
     summed,
+    trained_samples,
 )
 from template import ChatTemplate
-from tools import ToolRunner, is_async, schema
+from tools import ToolRunner, schema
 
 EQUAL_REWARDS = 1e-6  # max - min: a std of float rewards that are all 0.1 is not exactly 0
 STD_EPSILON = 1e-8  # the spec's, in the advantage's denominator
@@ -125,14 +127,6 @@ class Slot(enum.IntEnum):
 
 class _Stopped(Exception):
     """The trainer set the stop flag."""
-
-
-class _Prompt(typing.NamedTuple):
-    group_id: int
-    epoch: int
-    opens_epoch: bool
-    row_index: int
-    row: dict
 
 
 class RolloutLoop:
@@ -278,7 +272,6 @@ class RolloutLoop:
         self._failed_in_a_row = 0
         self._lag_s = 0.0  # longest time that the event loop overslept since the last report
         self._shown_version = -math.inf  # of the weights when completions were last printed
-        self._preemptions = None  # of the server, when it was last looked at
 
     @property
     def version(self) -> int:
@@ -394,48 +387,17 @@ class RolloutLoop:
     # ---- prompts to groups, within the three limits
 
     def _prompts(self):
-        """Every prompt to come, in an order that the seed fixes: a permutation an epoch."""
-        rows, config, group_id = self.task.rows, self.config, self.start_index
-        n_epochs = math.inf if config.max_steps > 0 else config.num_train_epochs
-        if not hasattr(rows, "__len__"):
-            yield from self._streamed_prompts(rows, n_epochs)
-            return
-        n, order = len(rows), None
-        seed = config.seed if config.data_seed is None else config.data_seed
-        while group_id < n_epochs * n - 1e-6:  # 0.1 * 30 is a little more than 3
-            epoch, i = divmod(group_id, n)
-            if i == 0 or order is None:
-                order = np.arange(n)
-                if config.train_sampling_strategy != "sequential":
-                    order = np.random.default_rng([seed, epoch]).permutation(n)
-            row_index = int(order[i])
-            yield _Prompt(group_id, epoch, i == 0, row_index, rows[row_index])
-            group_id += 1
-
-    def _streamed_prompts(self, rows, n_epochs):
-        """The same of a dataset that can only be read from its beginning, in its own order."""
-        group_id, epoch = max([self.start_index, *(i + 1 for i in self.used)]), 0
-        if group_id:
-            _warn("a streaming dataset starts again at its first row")
-        while epoch < n_epochs:
-            if hasattr(rows, "set_epoch"):  # IterableDataset.shuffle draws anew
-                rows.set_epoch(epoch)
-            i = -1
-            for i, row in enumerate(rows):
-                yield _Prompt(group_id + i, epoch, i == 0, i, row)
-            if i < 0:
-                raise RuntimeError(f"the dataset gave no rows in epoch {epoch}")
-            group_id, epoch = group_id + i + 1, epoch + 1
+        return prompts(self.task.rows, self.config, self.start_index, self.used, _warn)
 
     async def _dispatch(self) -> None:
         """Start the rollouts of every prompt. Returns when the last has been started."""
-        prompts = (prompt for prompt in self._prompts() if prompt.group_id not in self.used)
+        to_come = self._prompts()
         epoch, is_whole, n_admitted = None, False, 0
         while True:
             await self._wait_while(self._to_score.full, "rollout/score_block_s")
             held_back = "rollout/backpressure_s" if self._mean_tokens is not None else None
             await self._wait_while(self._is_too_far_ahead, held_back)
-            prompt = await self._in_thread(next, prompts, None)
+            prompt = await self._in_thread(next, to_come, None)
             if prompt is None or prompt.epoch != epoch:
                 if is_whole and not n_admitted:
                     raise RuntimeError(
@@ -579,7 +541,8 @@ class RolloutLoop:
         if n == 0:  # all of its rollouts failed
             self.record("frac_reward_zero_std", 1)
             return []
-        given = await asyncio.gather(*(self._reward(func, group) for func in funcs))
+        calls = [call_reward(f, group, self._in_thread, self.rollout_timeout_s) for f in funcs]
+        given = await asyncio.gather(*calls)
         own = checked_rewards("Rollout.reward", group.rollout_rewards, n)
         named = list(zip(map(reward_name, funcs), given))
         named += environment_rewards(group)
@@ -589,63 +552,12 @@ class RolloutLoop:
             raise ValueError(f"compute_advantages returned {advantages}, not {n} finite numbers")
         scored = group.rewards[~np.isnan(group.rewards)]
         is_kept = len(scored) >= 2 and np.ptp(scored) > EQUAL_REWARDS
-        self.record("frac_reward_zero_std", not is_kept)
-        if len(scored):
-            self.record("reward", scored.mean(), len(scored))
-            self.record("reward_min", scored.min())
-            self.record("reward_max", scored.max())
-        if len(scored) and not is_kept:
-            self.record("reward_dropped", scored.mean())
-        # Metrics "averaged over the trained samples": each sample takes its share with it.
-        shares = {"reward_group_std": scored.std()} if is_kept else {}
-        for name, rewards in named:
-            by_this = rewards[~np.isnan(rewards)]
-            if len(by_this):
-                self.record(f"rewards/{name}/mean", by_this.mean(), len(by_this))
-                shares[f"rewards/{name}/group_std"] = by_this.std()
-            self.record(f"rewards/{name}/unscored_count", n - len(by_this))
+        self.records += reward_records(group.rewards, named, is_kept)
         self._show(group, advantages)
         if self.config.dump_rollouts:
             sources = {**dict(named), "rollout": own}
             self.stories += dump.stories(group, sources, advantages, is_kept, self.tool_names)
-        if not is_kept:
-            return []
-        now = time.time()
-        return [
-            dataclasses.replace(
-                sample,
-                advantage=float(advantages[i]),
-                group_id=group.group_id,
-                row_index=group.row_index,
-                rollout_index=int(i),
-                metrics={name: float(value) for name, value in shares.items()}
-                | {"reward_kept": float(group.rewards[i])},
-                created_at=now,
-            )
-            for i in np.flatnonzero(~np.isnan(group.rewards))
-            for sample in group.completions_sequences[i]
-        ]
-
-    async def _reward(self, func, group: RolloutGroup) -> np.ndarray:
-        name = reward_name(func)
-        columns = {
-            "prompts": group.prompts,
-            "completions": group.completions,
-            "completion_ids": group.completions_ids,
-            **group.reward_kwargs,
-        }
-        try:
-            async with asyncio.timeout(self.rollout_timeout_s) as limit:
-                if is_async(func):
-                    values = await func(**columns)
-                else:
-                    values = await self._in_thread(functools.partial(func, **columns))
-        except Exception as error:
-            what = f"raised {type(error).__name__}: {error}"
-            if limit.expired():
-                what = f"has not returned within {self.rollout_timeout_s:g} s (rollout_timeout_s)"
-            raise RuntimeError(f"reward {name} {what}; row {group.row_index}") from error
-        return checked_rewards(name, values, len(group.prompts))
+        return trained_samples(group, advantages, named) if is_kept else []
 
     def _show(self, group: RolloutGroup, advantages) -> None:
         """log_completions: the first group of about every logging_steps steps, in the log."""
@@ -653,14 +565,8 @@ class RolloutLoop:
         if not self.config.log_completions or self.version < self._shown_version + every:
             return
         self._shown_version = self.version
-        for i in range(len(group.prompts))[: self.config.num_completions_to_print]:
-            lines = [f"row {group.row_index}, weights of version {group.model_version}"]
-            for message in [*group.prompts[i], *group.completions[i]]:
-                said = [message.get("content") or ""]
-                said += [str(call["function"]) for call in message.get("tool_calls") or ()]
-                lines.append(f"{message['role']}: " + "\n".join(said))
-            lines.append(f"reward {group.rewards[i]:g}, advantage {advantages[i]:.3g}")
-            _say("\n".join(lines).replace("\n", "\n    "))
+        for told in as_text(group, advantages, self.config.num_completions_to_print):
+            _say(told)
 
     # ---- what runs beside
 
@@ -702,19 +608,8 @@ class RolloutLoop:
         load = parse_load(text) if text else None
         if load is None:  # no such endpoint, or away for a moment: the limit stays what it is
             return
-        limit, max_model_len = self.load_limit, self.sampler.max_model_len
-        if self._preemptions is None:  # the first look; what happened before is not ours
-            self._preemptions = load.preemptions
-            if load.kv_tokens and max_model_len:
-                limit.cap = min(max(int(load.kv_tokens // max_model_len), 1), limit.ceiling)
-        limit.update(load.kv_usage, load.waiting, self.in_flight)
+        self.records += self.load_limit.follow(load, self.in_flight, self.sampler.max_model_len)
         self._moved.set()
-        new_preemptions = max(load.preemptions - self._preemptions, 0)  # a restart counts anew
-        self._preemptions = load.preemptions
-        self.record("rollout/vllm_preemption_count", new_preemptions)
-        self.record("rollout/vllm_kv_cache_usage_frac", load.kv_usage)
-        self.record("rollout/vllm_running_requests", load.running)
-        self.record("rollout/vllm_queued_requests", load.waiting)
 
 
 def _say(text: str) -> None:

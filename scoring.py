@@ -1,16 +1,20 @@
-"""Finished rollouts to rewards and metrics. Pure functions and the record that hooks are given.
+"""Finished rollouts to rewards, metrics and samples, and the record that hooks are given.
 
 Test: pytest tests/test_rollout.py
 """
 
+import asyncio
+import dataclasses
 import functools
 import math
 import numbers
+import time
 from dataclasses import dataclass
 
 import numpy as np
 
 import chat
+from tools import is_async
 
 
 @dataclass(eq=False)
@@ -131,3 +135,82 @@ def environment_rewards(group: RolloutGroup) -> list[tuple[str, np.ndarray]]:
         rewards = checked_rewards(f"{cls.__name__}.get_reward", values, len(values))
         found.append((cls.__name__, rewards))
     return found
+
+
+async def call_reward(func, group: RolloutGroup, in_thread, timeout_s: float) -> np.ndarray:
+    """float64[n] of what a reward function gives the group's rollouts, NaN where it gives none.
+    in_thread(func): awaits a sync function. RuntimeError names the function and the row."""
+    name = reward_name(func)
+    columns = {
+        "prompts": group.prompts,
+        "completions": group.completions,
+        "completion_ids": group.completions_ids,
+        **group.reward_kwargs,
+    }
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            if is_async(func):
+                values = await func(**columns)
+            else:
+                values = await in_thread(functools.partial(func, **columns))
+    except Exception as error:
+        what = f"raised {type(error).__name__}: {error}"
+        if limit.expired():
+            what = f"has not returned within {timeout_s:g} s (rollout_timeout_s)"
+        raise RuntimeError(f"reward {name} {what}; row {group.row_index}") from error
+    return checked_rewards(name, values, len(group.prompts))
+
+
+def reward_records(rewards: np.ndarray, named, is_kept: bool):
+    """What a group's rewards say: records (name, value, weight). named: (source, float64[n])."""
+    found = [("frac_reward_zero_std", float(not is_kept), 1.0)]
+    scored = rewards[~np.isnan(rewards)]
+    if len(scored):
+        found.append(("reward", float(scored.mean()), float(len(scored))))
+        found.append(("reward_min", float(scored.min()), 1.0))
+        found.append(("reward_max", float(scored.max()), 1.0))
+        if not is_kept:
+            found.append(("reward_dropped", float(scored.mean()), 1.0))
+    for name, given in named:
+        by_this = given[~np.isnan(given)]
+        if len(by_this):
+            found.append((f"rewards/{name}/mean", float(by_this.mean()), float(len(by_this))))
+        found.append((f"rewards/{name}/unscored_count", float(len(given) - len(by_this)), 1.0))
+    return found
+
+
+def trained_samples(group: RolloutGroup, advantages: np.ndarray, named) -> list[chat.Sample]:
+    """The samples of the scored rollouts of a group that is kept. Metrics "averaged over the
+    trained samples" go with them: each sample takes its share."""
+    scored = np.flatnonzero(~np.isnan(group.rewards))
+    shares = {"reward_group_std": float(group.rewards[scored].std())}
+    for name, given in named:
+        by_this = given[~np.isnan(given)]
+        if len(by_this):
+            shares[f"rewards/{name}/group_std"] = float(by_this.std())
+    now = time.time()
+    return [
+        dataclasses.replace(
+            sample,
+            advantage=float(advantages[i]),
+            group_id=group.group_id,
+            row_index=group.row_index,
+            rollout_index=int(i),
+            metrics=shares | {"reward_kept": float(group.rewards[i])},
+            created_at=now,
+        )
+        for i in scored
+        for sample in group.completions_sequences[i]
+    ]
+
+
+def as_text(group: RolloutGroup, advantages: np.ndarray, n: int | None):
+    """The first n rollouts of a scored group (None: all) to read, one text each."""
+    for i in range(len(group.prompts))[:n]:
+        lines = [f"row {group.row_index}, weights of version {group.model_version}"]
+        for message in [*group.prompts[i], *group.completions[i]]:
+            said = [message.get("content") or ""]
+            said += [str(call["function"]) for call in message.get("tool_calls") or ()]
+            lines.append(f"{message['role']}: " + "\n".join(said))
+        lines.append(f"reward {group.rewards[i]:g}, advantage {advantages[i]:.3g}")
+        yield "\n".join(lines).replace("\n", "\n    ")

@@ -14,6 +14,7 @@ import config
 import rollout
 import tasks
 from environments import first_prompt
+from prompts import Prompt
 from tasks import Task
 
 server = test_rollout.server
@@ -227,7 +228,7 @@ def test_environment_owns_task_and_reward_and_is_used_again(server):
     agent = Agent(server, lambda i: call("increment", step=i % 3), "ok")
     options = dict(max_steps=1, max_concurrent_rollouts=2)
     result = run(server, agent, None, task={"environment_factory": Counter}, **options)
-    result.loop._prompts = lambda: iter([rollout._Prompt(i, 0, i == 0, 0, {}) for i in range(3)])
+    result.loop._prompts = lambda: iter([Prompt(i, 0, i == 0, 0, {}) for i in range(3)])
     result.to_the_end()
     assert "user\nCount to 2.<|im_end|>" in agent.prompts[0]
     assert "increment(step: integer)" in agent.prompts[0] and "_hidden" not in agent.prompts[0]
@@ -284,7 +285,7 @@ def test_environment_that_failed_or_still_runs_is_not_used_again(server):
     Flaky.made = Stuck.made = 0
     agent = Agent(server, call("increment", step=1), "ok")
     options = dict(max_concurrent_rollouts=1, max_steps=1)
-    one = [rollout._Prompt(0, 0, True, 0, {})]
+    one = [Prompt(0, 0, True, 0, {})]
     for cls, made in ((Stuck, 4), (Flaky, 3)):
         result = run(
             server, agent, None, task={"environment_factory": cls}, tool_timeout_s=0.1, **options
@@ -409,7 +410,7 @@ def test_everything_importable_can_make_an_environment(factory, server):
     tasks.check_task(Task(environment_factory=factory))
     agent = Agent(server, lambda i: call("increment", step=i))
     result = run(server, agent, None, task={"environment_factory": factory}, max_steps=1)
-    one = [rollout._Prompt(0, 0, True, 0, {})]
+    one = [Prompt(0, 0, True, 0, {})]
     result.loop._prompts = lambda: iter(one)
     assert len(result.to_the_end().samples) == 4
 
@@ -428,7 +429,7 @@ def test_completions_are_shown_once_a_logging_window(server, capsys):
     agent = Agent(server, lambda i: call("increment", step=i), "Counted.")
     options = dict(max_steps=1, log_completions=True, num_completions_to_print=1)
     result = run(server, agent, None, task={"environment_factory": Counter}, **options)
-    result.loop._prompts = lambda: iter([rollout._Prompt(i, 0, i == 0, 0, {}) for i in range(3)])
+    result.loop._prompts = lambda: iter([Prompt(i, 0, i == 0, 0, {}) for i in range(3)])
     result.to_the_end()
     out = capsys.readouterr().out
     assert out.count("user: Count to 2.") == out.count("assistant: Counted.") == 1
