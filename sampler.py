@@ -318,7 +318,8 @@ class Sampler:
 
     async def sample(self, prompt_ids, version: int = 0) -> TurnRecord:
         """One reply to `prompt_ids`. `version` labels its tokens if the server does not."""
-        if self.max_model_len:
+        # With top_k or top_p the server is to end that turn at its max_model_len (the spec).
+        if not self.truncated and self.max_model_len:
             # vLLM up to 0.31 refuses this; later ones cut the reply short, which the rewards and
             # the truncation metrics would take for the policy's doing.
             if len(prompt_ids) + self.max_tokens > self.max_model_len:

@@ -702,6 +702,13 @@ def test_reply_that_could_not_fit_is_refused_with_the_remedy(server):
         Run(server, prompts(1), first_number).to_the_end()
 
 
+@pytest.mark.filterwarnings("ignore:the server returns no candidate sets")
+def test_reply_that_could_not_fit_is_left_to_the_server_with_top_k(server):
+    server.max_model_len = 9
+    run = Run(server, prompts(1), first_number, top_k=4).to_the_end()
+    assert run.samples  # generated, and not refused
+
+
 def test_other_model_and_truncation_without_top_k_are_refused(server):
     other = sampler.Sampler(server.url, "other", max_tokens=4, timeout_s=5)
     with pytest.raises(ValueError, match=r"serves \['m'\], not 'other'"):
