@@ -85,7 +85,6 @@ class TreeMask:
         text, backends = config.get_text_config(), [self.backend]
         if self.backend == "auto":
             backends = ["flash", "flex"] if self.device_type == "cuda" else ["sdpa"]
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         for window in layer_windows(text):
             for backend in backends:
                 if backend == "sdpa":
@@ -93,7 +92,7 @@ class TreeMask:
                 elif backend == "varlen":
                     self.paths()
                 else:
-                    self.block_mask(window, self.block_size(backend, head_dim))
+                    self.block_mask(window, self.block_size(backend, head_dim(text)))
         return self
 
     def block_size(self, backend, head_dim):
@@ -170,6 +169,12 @@ class TreeMask:
             tensors = [torch.from_numpy(x).to(self.end.device) for x in (*cumulative, keys)]
             self._paths = (_varlen_kernel(), *tensors, max(sizes_q), max(sizes_k))
         return self._paths
+
+
+def head_dim(text_config):
+    """Size of a query or key head, which not every config names."""
+    named = getattr(text_config, "head_dim", None)
+    return named or text_config.hidden_size // text_config.num_attention_heads
 
 
 def windows_by_layer(text_config):

@@ -146,6 +146,11 @@ class Config:
         return {"true": "full", "false": "none"}.get(given, given)
 
     @property
+    def is_centered(self):
+        """Whether the loss is score centering, which needs the sampler's head."""
+        return self.score_centering and self.loss == "grpo"
+
+    @property
     def compute_dtype(self):
         if self.fp16:
             return torch.float16
@@ -360,7 +365,7 @@ def check_config(config):
         "--epsilon_high 4e-4",
     )
     need(
-        c.num_sampler_logprobs >= 1 or not (c.score_centering and c.loss == "grpo"),
+        c.num_sampler_logprobs >= 1 or not c.is_centered,
         "num_sampler_logprobs",
         "score centering needs at least 1; or give --score_centering false",
     )

@@ -173,7 +173,7 @@ class Feed:
             start_index=self.next_prompt,
             used=frozenset(self.used),
         )
-        self.worker.set_allowance(max(config.max_staleness, 1) * rows * budget)
+        self._allow(rows * budget)
         self.worker.set_version(self.version)
         self.worker.start()
         self.planner = planner.Planner(
@@ -185,6 +185,10 @@ class Feed:
             is_stale=self._is_stale,
             vocab_size=policy.model.get_output_embeddings().weight.shape[0],
         )
+
+    def _allow(self, step_tokens):
+        """Let generation run ahead by the staleness limit, given the tokens of a step."""
+        self.worker.set_allowance(max(self.config.max_staleness, 1) * step_tokens)
 
     def _pull(self, timeout):  # in the planner's thread
         sample = self.worker.get(timeout)
@@ -288,7 +292,7 @@ class Feed:
         if not self.worker:
             return
         self.worker.set_version(version)
-        self.worker.set_allowance(max(self.config.max_staleness, 1) * self.step_tokens)
+        self._allow(self.step_tokens)
         self.step = step = self.plan.step
         self.told = self.worker.drain_stories()
         if self.dump:

@@ -437,7 +437,7 @@ def speed(seconds, plan, flops, device, config):
 
 def metric_names(config, task, policy, device):
     """What every logging window of this run carries, if only as NaN or a count of 0."""
-    conditions = ["score_centering"] if config.score_centering and config.loss == "grpo" else []
+    conditions = ["score_centering"] if config.is_centered else []
     if policy.router_aux_loss_coef:
         conditions.append("moe")
     if config.fp16:

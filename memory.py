@@ -20,6 +20,7 @@ import os
 import torch
 import torch.distributed as dist
 
+import attention
 from lm_head import GPU_TILE
 from model import layers
 
@@ -31,9 +32,8 @@ USABLE = 0.9  # of the device: the rest is fragments, communication buffers, the
 def layer_elements(config):
     """What one layer keeps of a token for its backward, in elements of the compute dtype: inputs
     and norms, queries, keys and values before and after norm and rotation, the gated product."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    projected = head_dim * (config.num_attention_heads + 2 * key_heads)
+    projected = attention.head_dim(config) * (config.num_attention_heads + 2 * key_heads)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     if experts := getattr(config, "num_experts_per_tok", None):
         inner = experts * (getattr(config, "moe_intermediate_size", None) or inner)

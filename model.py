@@ -358,13 +358,12 @@ def row_flops(policy, row):
             flops += (6 if p.requires_grad else 4) * used * p.numel() * row.n_tokens
     head = policy.model.get_output_embeddings().weight
     flops += (6 if head.requires_grad else 4) * head.numel() * n_terms
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     windows = attention.windows_by_layer(config)
     n_recurrent = config.num_hidden_layers - len(windows)
     if n_recurrent:
         flops += 3 * n_recurrent * deltanet.recurrence_flops(config) * row.n_tokens
     pairs = {window: row.pairs(window) for window in set(windows)}
-    heads = 12 * config.num_attention_heads * head_dim
+    heads = 12 * config.num_attention_heads * attention.head_dim(config)
     return flops + heads * sum(pairs[window] for window in windows)
 
 

@@ -122,7 +122,7 @@ def term_losses(config, row, log_probs, n_samples):
     if config.loss == "dr_grpo":
         length = config.max_completion_length
         return loss.dr_grpo_loss(**shared, **region, **bounds, max_completion_length=length)
-    if not config.score_centering:
+    if not config.is_centered:
         return loss.clipped_surrogate_loss(**shared, **region, **bounds)
     return loss.score_centering_loss(
         **shared,
@@ -162,7 +162,7 @@ def row_metrics(config, row, log_probs, entropy, row_loss, n_samples):
         entropy=entropy,
         term_samples=row.term_samples,
         n_samples=n_samples,
-        head_sampler_log_probs=row.top_log_probs if config.score_centering else None,
+        head_sampler_log_probs=row.top_log_probs if config.is_centered else None,
         epsilon=config.epsilon,
         epsilon_high=config.epsilon_high,
         clip_min=config.vllm_importance_sampling_clip_min,
