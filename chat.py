@@ -36,6 +36,7 @@ class Sample:
     group_id: int = -1
     row_index: int = -1
     rollout_index: int = -1  # in its group
+    closes_group: bool = False  # the last of its group's samples in the queue
     metrics: dict[str, float] = field(default_factory=dict)  # to be recorded when trained on
     created_at: float = 0.0  # time.time() when it was queued
 

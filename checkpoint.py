@@ -12,9 +12,9 @@
 A checkpoint is written under the second name and renamed when every rank's files are on disk, so a
 full disk or a kill costs the newest one only. `next_prompt` is the first prompt (a group_id, the
 position in the order that the seed fixes) that is not yet used up, `used` those above it that are:
-a prompt is used up once a sample of its group was trained or its group was dropped. So a resumed
-run generates again what was under way, and trains no prompt twice. A dataset that can only be
-streamed starts again at its first row.
+a prompt is used up once every sample of its group was trained or dropped. So a resumed run
+generates again, as a whole, each group that was under way or partly trained, and no other. A
+dataset that can only be streamed starts again at its first row.
 
 Learning rate, betas and schedule are those of the resumed run's options, at the saved step. On
 several machines the run's folder has to be one that all of them see.

@@ -92,9 +92,15 @@ class Dump:
     trained: samples leave the queue in order, so one that no step trained while a later one was
     trained was dropped by the planner. A thread writes, at most one step behind."""
 
-    def __init__(self, run, token_budget):
+    def __init__(self, run, token_budget, resumed_step=0):
         self.run, self.token_budget = Path(run), token_budget
         (self.run / "rollouts").mkdir(exist_ok=True)
+        for file in step_files(run):
+            if file > step_file(run, resumed_step):  # of a step that is not part of this run
+                file.unlink()
+        if (self.run / "rollouts.jsonl").exists():  # a killed run may have left half a line
+            with open(self.run / "rollouts.jsonl", "a") as file:
+                file.write(f'\n{{"resumed_step": {resumed_step}}}\n')
         self.waiting = {}  # (group, rollout) -> story whose samples do not all have a fate
         self.pulled = deque()  # samples in the order in which the planner took them
         self.lines = []  # to be written with the step
@@ -279,11 +285,16 @@ def _cut(flat, name):
 
 
 def read_rollouts(run):
-    """The lines of rollouts.jsonl; half a line of a killed run is left out."""
+    """The lines of rollouts.jsonl. What a run did after the checkpoint from which it was resumed is
+    left out, as is half a line of a killed run."""
     found = []
     for line in (Path(run) / "rollouts.jsonl").read_text().splitlines():
         try:
-            found.append(json.loads(line))
+            line = json.loads(line)
         except ValueError:
             continue
+        if "resumed_step" in line:
+            found = [story for story in found if story["step"] <= line["resumed_step"]]
+        else:
+            found.append(line)
     return found

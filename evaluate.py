@@ -92,8 +92,9 @@ class Evaluation:
         self.worker.check()
         if self.step is None:
             return False
-        self.n_ended += len(self.worker.drain_dropped())  # first: each comes with its stories
-        self.stories += self.worker.drain_stories()
+        ended, stories = self.worker.drain_ended()
+        self.n_ended += len(ended)
+        self.stories += stories
         if self.n_ended < self.n_prompts:
             return True
         self._conclude()

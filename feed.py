@@ -148,7 +148,7 @@ class Feed:
         self.next_prompt, self.used = resumed["next_prompt"], set(resumed["used"])
         counted = task.dataset is not None and hasattr(task.rows, "__len__")
         self.n_prompts = len(task.rows) if counted else math.nan
-        self.told = []  # dump.stories of the rollouts that were scored during the last step
+        self.told = []  # dump.stories of the rollouts that were scored since the step before
         self.worker = self.planner = self.evaluation = self.dump = None
         if dist.get_rank() != 0:
             return
@@ -161,7 +161,7 @@ class Feed:
         }
         wants_told = config.dump_rollouts or "trackio" in config.report_to
         if config.dump_rollouts:
-            self.dump = dump.Dump(run, budget)
+            self.dump = dump.Dump(run, budget, resumed["step"])
             tokenizer.save_pretrained(run / "rollouts" / "tokenizer")
         if config.eval_env:
             self.evaluation = Evaluation(config, tasks.load_eval_task(config, task), run, **names)
@@ -240,13 +240,11 @@ class Feed:
             return plan
 
     def _use_prompts(self):
-        """Count the prompts of this step as used up, and those that will never train."""
-        groups = set(self.worker.drain_dropped())
-        if self.plan is not None:
-            groups |= self.plan.dropped_groups
-            groups = groups.union(*(row.groups for row in self.plan.rows))
-        # the rest of a group may come in a later step, when all up to it is used
-        self.used |= {group for group in groups if group >= self.next_prompt}
+        """Count as used up the prompts whose last sample is in this step or was dropped."""
+        dropped, self.told = self.worker.drain_ended()
+        self.used |= {*dropped, *(self.plan.ended_groups if self.plan else ())}
+        if self.dump:
+            self.dump.tell(self.told, self.plan.step if self.plan else self.step + 1)
         while self.next_prompt in self.used:
             self.used.remove(self.next_prompt)
             self.next_prompt += 1
@@ -294,9 +292,7 @@ class Feed:
         self.worker.set_version(version)
         self._allow(self.step_tokens)
         self.step = step = self.plan.step
-        self.told = self.worker.drain_stories()
         if self.dump:
-            self.dump.tell(self.told, step)
             self.dump.step(self.plan, lambda sample: self._staleness(sample, step), log_probs)
         if self.evaluation and is_new:
             self.evaluation.start_if_due(step, version)
@@ -326,7 +322,7 @@ class Feed:
         if self.planner:
             self.planner.close()
         if self.dump:
-            self.dump.tell(self.worker.drain_stories(), self.step + 1)
+            self.dump.tell(self.worker.drain_ended()[1], self.step + 1)
             self.dump.close(self.step + 1)
         for process in (self.worker, self.evaluation):
             if process:

@@ -35,7 +35,7 @@ class Plan:
     step: int
     micro_batches: list  # of lists of Row
     dropped: Counter  # samples dropped since the plan before: oversize, stale, untrained
-    dropped_groups: frozenset = frozenset()  # ... and the groups that they are of
+    ended_groups: frozenset = frozenset()  # all of whose samples are now planned or dropped
 
     def samples(self, rank):
         """The raw samples of one process, micro-batch by micro-batch."""
@@ -119,7 +119,7 @@ def plan_steps(
     oversize = []  # lengths of the oversize samples since a sample was last placed
     while sample is not END:
         batches, dropped, rows = [], Counter(), [Row(token_budget) for _ in range(world_size)]
-        dropped_groups = set()
+        ended_groups = set()
         while len(batches) < gradient_accumulation_steps:
             if sample is None:
                 sample = next(stream, END)
@@ -129,22 +129,20 @@ def plan_steps(
             if len(sample.input_ids) > token_budget:
                 dropped["oversize"] += 1
                 oversize.append(len(sample.input_ids))
-                dropped_groups.add(sample.group_id)
-                sample = None
             elif not sample.trained.any():
                 dropped["untrained"] += 1
-                dropped_groups.add(sample.group_id)
-                sample = None
             elif is_stale is not None and is_stale(sample, step):
                 dropped["stale"] += 1
-                dropped_groups.add(sample.group_id)
-                sample = None
             elif (row := place(rows, sample)) is not None:
                 row.add(sample)
-                sample, oversize = None, []
+                oversize = []
             else:
                 batches.append(rows)
                 rows = [Row(token_budget) for _ in range(world_size)]
+                continue
+            if sample.closes_group:
+                ended_groups.add(sample.group_id)
+            sample = None
         if sample is END and any(row.samples for row in rows):
             shortest = min((s for row in rows for s in row.samples), key=lambda s: len(s.input_ids))
             for row in rows:
@@ -166,7 +164,7 @@ def plan_steps(
                 "raise it, at best to the server's max_model_len"
             )
         if batches:
-            yield Plan(step, batches, dropped, frozenset(dropped_groups))
+            yield Plan(step, batches, dropped, frozenset(ended_groups))
         step += 1
 
 

@@ -189,7 +189,7 @@ def trained_samples(group: RolloutGroup, advantages: np.ndarray, named) -> list[
         if len(by_this):
             shares[f"rewards/{name}/group_std"] = float(by_this.std())
     now = time.time()
-    return [
+    samples = [
         dataclasses.replace(
             sample,
             advantage=float(advantages[i]),
@@ -202,6 +202,9 @@ def trained_samples(group: RolloutGroup, advantages: np.ndarray, named) -> list[
         for i in scored
         for sample in group.completions_sequences[i]
     ]
+    if samples:
+        samples[-1].closes_group = True
+    return samples
 
 
 def as_text(group: RolloutGroup, advantages: np.ndarray, n: int | None):

@@ -197,7 +197,7 @@ class RolloutWorker:
 
     @property
     def n_dropped(self) -> int:
-        """Groups that ended without a sample since the last drain_dropped()."""
+        """Groups that ended without a sample since the last drain_ended()."""
         return len(self._dropped)
 
     @property
@@ -233,17 +233,13 @@ class RolloutWorker:
             records, self._records = self._records, []
         return records
 
-    def drain_dropped(self) -> list[int]:
-        """Ids of groups that ended without a sample since the last call: they count as consumed."""
+    def drain_ended(self) -> tuple[list[int], list[dict]]:
+        """Since the last call: the ids of groups that ended without a sample, which will never
+        train, and with --dump_rollouts the dump.stories of all groups that were scored."""
         with self._ready:
             dropped, self._dropped = self._dropped, []
-        return dropped
-
-    def drain_stories(self) -> list[dict]:
-        """dump.stories of the groups that were scored since the last call (--dump_rollouts)."""
-        with self._ready:
             stories, self._stories = self._stories, []
-        return stories
+        return dropped, stories
 
     def check(self) -> None:
         """Raise RuntimeError if the worker failed, died or hangs."""

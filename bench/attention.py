@@ -63,6 +63,7 @@ def samples_of(groups, size, prompt, completion, vocab=30_000):
                     set_offsets=None,
                     top_log_probs=np.zeros((completion, 0), np.float32),
                     row_index=0,
+                    closes_group=False,
                     metrics={},
                 )
             )

@@ -44,6 +44,7 @@ def sample_of(pieces, group):
         advantage=1.0,
         group_id=group,
         row_index=0,
+        closes_group=False,
         metrics={},
     )
 

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ import model
 import packing
 import planner
 import update
+from chat import Sample
 from feed import Feed, Replay
 
 CPU = torch.device("cpu")
@@ -282,20 +284,40 @@ def test_when_a_checkpoint_is_due(options, steps):
     assert saved == steps
 
 
-def test_a_prompt_is_used_once_its_first_sample_trains_or_its_group_is_dropped():
-    def plan(trained, dropped=()):
-        samples = [type("Sample", (), {"group_id": group})() for group in trained]
-        row = type("Row", (), {"samples": samples, "groups": set(trained), "n_terms": 1})()
-        return planner.Plan(1, [[row]], {}, frozenset(dropped))
+def test_a_prompt_is_used_up_once_all_of_its_group_is_trained_or_dropped():
+    def sample(i, group_id, n, closes_group):  # they share no tokens
+        trained = np.arange(n) == n - 1
+        arrays = {"top_ids": np.zeros((1, 0), np.int32), "top_log_probs": np.zeros((1, 0))}
+        arrays |= {"set_ids": None, "set_offsets": None, "sampler_log_probs": np.zeros(n)}
+        versions = np.where(trained, 0, -1)
+        return Sample(
+            input_ids=100 * i + np.arange(n, dtype=np.int32), trained=trained, versions=versions,
+            group_id=group_id, closes_group=closes_group, **arrays,
+        )  # fmt: skip
+
+    # A row of 20 tokens takes two samples of 8. Group 3 ends with one that is too long.
+    stream = [
+        (2, 8, True),
+        (3, 8, False),
+        (0, 8, False),
+        (3, 21, True),
+        (4, 8, True),
+        (0, 8, False),
+    ]
+    stream = [sample(i, *numbers) for i, numbers in enumerate([*stream, (7, 8, True)])]
+    options = dict(token_budget=20, world_size=1, gradient_accumulation_steps=1, first_step=1)
+    plans = list(planner.plan_steps(stream, **options))
+    groups = [[s.group_id for s in plan.rows[0].samples] for plan in plans]
+    assert groups == [[2, 3], [0, 4], [0, 7]]
 
     feed = Feed.__new__(Feed)  # without worker and planner
-    feed.next_prompt, feed.used, feed.n_prompts = 0, set(), 100
-    feed.worker = type("Worker", (), {"drain_dropped": lambda self: gone.pop()})()
-    gone = [[], [], [5], [1]]  # the last comes first: group 1 had equal rewards
+    feed.next_prompt, feed.used, feed.n_prompts, feed.dump = 0, set(), 100, None
+    feed.worker = type("Worker", (), {"drain_ended": lambda self: (gone.pop(0), [])})()
+    gone = [[1], [5], [], [0]]  # without samples, such as groups of equal rewards
     seen = []
-    for feed.plan in (plan([0, 2]), plan([2, 3, 7], dropped=[8]), plan([0, 3, 4]), plan([9])):
+    for feed.plan in [*plans, None]:
         feed._use_prompts()
         seen.append((feed.next_prompt, sorted(feed.used)))
-    # 6 is still under way; 0, 2 and 3 bring more samples later and count once.
-    assert seen == [(3, []), (4, [5, 7, 8]), (6, [7, 8]), (6, [7, 8, 9])]
-    assert feed.epoch == (6 + 3) / 100
+    # 0 is open until the end, then it is dropped; 6 is still under way.
+    assert seen == [(0, [1, 2]), (0, [1, 2, 3, 4, 5]), (0, [1, 2, 3, 4, 5, 7]), (6, [7])]
+    assert feed.epoch == (6 + 1) / 100

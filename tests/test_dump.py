@@ -139,6 +139,25 @@ def test_every_rollout_gets_one_line_that_says_what_became_of_it(tmp_path):
     assert place == {"micro_batch": 0, "row": 0, "index": 1}
 
 
+def test_a_resumed_run_leaves_out_what_came_after_its_checkpoint(tmp_path):
+    def story(group, outcome="equal rewards"):
+        return {"group": group, "rollout": 0, "n_samples": 0, "outcome": outcome}
+
+    killed = dump.Dump(tmp_path, BUDGET)
+    for step in (1, 2, 3):
+        killed.tell([story(step)], step)
+        dump.step_file(tmp_path, step).touch()
+    killed.close(3)
+    with open(tmp_path / "rollouts.jsonl", "a") as file:
+        file.write('{"group": 4, "ste')
+    resumed = dump.Dump(tmp_path, BUDGET, resumed_step=2)
+    assert dump.step_files(tmp_path) == [dump.step_file(tmp_path, step) for step in (1, 2)]
+    resumed.tell([story(5)], 3)
+    resumed.close(3)
+    lines = dump.read_rollouts(tmp_path)
+    assert [(line["group"], line["step"]) for line in lines] == [(1, 1), (2, 2), (5, 3)]
+
+
 def test_a_full_disk_ends_the_dump_not_the_run(tmp_path, capsys):
     writer = dump.Dump(tmp_path, BUDGET)
     (tmp_path / "rollouts.jsonl").mkdir()  # so that it cannot be written

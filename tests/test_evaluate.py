@@ -73,13 +73,9 @@ class FakeWorker:
     def check(self):
         pass
 
-    def drain_dropped(self):
-        dropped, self.sent = self.sent[0], ([], self.sent[1])
-        return dropped
-
-    def drain_stories(self):
-        stories, self.sent = self.sent[1], (self.sent[0], [])
-        return stories
+    def drain_ended(self):
+        sent, self.sent = self.sent, ([], [])
+        return sent
 
     def drain_records(self):
         return [("reward", 0.5, 4.0), ("rollout/duration_s", 1.0, 1.0)]

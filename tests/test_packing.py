@@ -37,6 +37,7 @@ class Sample:
     advantage: float = 1.0
     group_id: int = 0
     row_index: int = 0
+    closes_group: bool = False
     set_ids: np.ndarray | None = None
     set_offsets: np.ndarray | None = None
     metrics: dict = dataclasses.field(default_factory=dict)

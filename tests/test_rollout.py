@@ -940,7 +940,7 @@ def test_worker_delivers_every_group_and_ends_by_itself(
         samples = taken(worker)
         assert os.environ["RANK"] == "1" and "CUDA_VISIBLE_DEVICES" not in os.environ
         assert {sample.group_id for sample in samples} == set(range(6))
-        assert len(samples) == 24 and worker.drain_dropped() == []
+        assert len(samples) == 24 and worker.drain_ended() == ([], [])
         assert {int(sample.versions.max()) for sample in samples} == {5}
         assert all(sample.input_ids.flags.writeable for sample in samples)
         names = {name for name, _, _ in worker.drain_records()}
