@@ -1,14 +1,21 @@
-"""A run under random faults, and an account of everything that it generated.
+"""Runs under random faults, and an account of everything that they generated.
 
     python tests/soak.py --minutes 30            # not part of the test command
     python tests/soak.py --minutes 3 --no_kill   # the server stays
+    python tests/soak.py --trainer_kills 10      # the trainer is killed and resumed instead
 
 A tiny random model trains on a real CPU vLLM server behind a small proxy. The proxy answers some
 generation requests with 500 and holds others back; one rollout in a hundred raises; the rollout
 worker is stopped for 20 s (SIGSTOP); the server is killed (SIGKILL) and started again, which loses
 its weights. The run has to go on through all of it, to end when told, to leave no process, to use
 no more memory than at the start, and to account for every rollout of every group: trained, dropped
-for a reason, failed twice, or in flight at the end. The exit status is 1 if it does not.
+for a reason, failed twice, or in flight at the end.
+
+With --trainer_kills the whole run is killed (SIGKILL) at random moments, each time resumed from its
+newest checkpoint, and left to go through its data at last. What was trained or dropped up to the
+checkpoints from which it went on has to be each prompt once.
+
+The exit status is 1 if something does not hold.
 """
 
 import argparse
@@ -18,22 +25,29 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 from aiohttp import web
-from conftest import free_port, make_tiny_qwen3, start_server, stop_server
 
-ROOT = Path(__file__).resolve().parent.parent
-GROUP, IN_FLIGHT = 4, 16
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a start as a script
+from conftest import free_port, make_tiny_qwen3, start_server, stop_server  # noqa: E402
+from test_end_to_end import finish, group_is_gone, start_run  # noqa: E402
+
+from metrics import read_windows  # noqa: E402
+
+GROUP, IN_FLIGHT, QUEUED = 4, 16, 16 + 2  # rollouts; rollouts; groups between worker's two halves
 STALL_S = 300  # without a step: a server's start takes 100 s on a busy machine
 TASK = f'''
+import asyncio
 import random
+import time
+from pathlib import Path
 
 from rollout import RolloutLoop
 
@@ -50,10 +64,27 @@ def even(completion_ids, **columns):
     return [round(2 * sum(i % 2 == 0 for i in ids) / max(len(ids), 1)) for ids in completion_ids]
 
 class OneInAHundredRaises(RolloutLoop):
+    """And it keeps a diary: when a rollout of which group began, ended, failed or was stopped."""
+
     async def generate_one(self, prompt, tools, group_id=0):
-        if random.random() < 0.01:
-            raise ConnectionResetError("the judge is away")
-        return await super().generate_one(prompt, tools, group_id)
+        self.note(group_id, "began")
+        what = "ended"
+        try:
+            if random.random() < 0.01:
+                raise ConnectionResetError("the judge is away")
+            return await super().generate_one(prompt, tools, group_id)
+        except Exception:
+            what = "failed"
+            raise
+        except asyncio.CancelledError:
+            what = "stopped"
+            raise
+        finally:
+            self.note(group_id, what)
+
+    def note(self, *what):
+        with Path(__file__).with_name("diary").open("a") as file:
+            print(time.time(), *what, file=file)
 
 reward_funcs = [even]
 rollout_loop = OneInAHundredRaises
@@ -111,24 +142,6 @@ class Proxy:
 
 
 # --------------------------------------------------------------------------- the run, from outside
-
-
-def start_trainer(folder, model, url, *options):
-    task = folder / "soak_task.py"
-    task.write_text(TASK)
-    command = [sys.executable, "grpo.py", "--env", str(task), "--model", str(model)]
-    command += ["--vllm_server_base_url", url, "--output_dir", str(folder / "run")]
-    command += ["--report_to", "none", "--dump_rollouts", "true", *options]
-    with open(folder / "out", "wb") as out:
-        return subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=os.environ
-            | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        )
 
 
 def worker_of(trainer):
@@ -197,45 +210,63 @@ async def faults(minutes, trainer, folder, proxy, kill):
 
 
 def account(folder):
-    """(rollouts by outcome, what is wrong). A group takes the next number when it starts."""
+    """(rollouts by outcome, what is wrong): the run's lines against the diary."""
     lines = [json.loads(line) for line in (folder / "run/rollouts.jsonl").read_text().splitlines()]
-    windows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     outcomes, told = Counter(line["outcome"] for line in lines), defaultdict(set)
     wrong = [f"an outcome of no kind: {line}" for line in lines if not line["outcome"]]
     for line in lines:
         if line["rollout"] in told[line["group"]]:
             wrong.append(f"told twice: group {line['group']}, rollout {line['rollout']}")
         told[line["group"]].add(line["rollout"])
-    # A group that has no line is the last thing that the worker did, or failed as a whole. Groups
-    # are scored in the order in which they finish: no more of them than fit between start and
-    # scoring can be missing at the end.
-    newest = max(told)
-    in_between = IN_FLIGHT // GROUP + 16 + 2
-    missing = {g: GROUP - len(told[g]) for g in range(newest + 1) if len(told[g]) < GROUP}
-    early = sum(n for g, n in missing.items() if g <= newest - in_between)
-    failed = int(sum(window["rollout/failed_count"] or 0 for window in windows))
-    outcomes["failed twice"] = failed
-    outcomes["in flight"] = outcomes.pop("unused", 0) + max(sum(missing.values()) - failed, 0)
-    if early > failed:
-        wrong.append(f"{early} rollouts of early groups are missing, {failed} have failed")
+    diary, begin = defaultdict(Counter), {}
+    for entry in (folder / "diary").read_text().splitlines():
+        when, group, what = entry.split()
+        end = float(when)
+        begin.setdefault(int(group), end)
+        diary[int(group)][what] += 1
+    waited, waits = 0.0, []  # of the groups that were in flight or not yet scored at the end
+    for group, seen in diary.items():
+        n_ended = seen["ended"]
+        if group in told:
+            outcomes["failed twice"] += GROUP - n_ended
+            if len(told[group]) != n_ended:
+                wrong.append(f"group {group}: {n_ended} ended, {len(told[group])} told")
+        elif seen["began"] == seen["ended"] + seen["failed"] and seen["failed"] >= 2 * GROUP:
+            outcomes["failed twice"] += GROUP
+        else:
+            outcomes["in flight"] += GROUP
+            waited = max(waited, end - begin[group])
+            waits.append(group)
+    outcomes["in flight"] += outcomes.pop("unused", 0)
+    if told.keys() - diary.keys():
+        wrong.append(f"told, but never begun: {sorted(told.keys() - diary.keys())}")
+    if len(waits) > IN_FLIGHT + QUEUED or waited > 60:
+        wrong.append(f"{waits} are neither told nor under way; the oldest began {waited:.0f} s ago")
     return outcomes, wrong
 
 
-def group_is_gone(pid, within_s=20):
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(pid, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.2)
-    return False
+def used_up(folder):
+    """(the groups that were used up in each part of the run that a later one built on, how many
+    were begun in one part and generated again in the next)."""
+    parts = [[]]
+    for line in (folder / "run/rollouts.jsonl").read_text().splitlines():
+        with contextlib.suppress(ValueError):  # half a line
+            line = json.loads(line)
+            if "resumed_step" in line:
+                parts = [[s for s in part if s["step"] <= line["resumed_step"]] for part in parts]
+                parts.append([])
+            else:
+                parts[-1].append(line)
+    counts = [Counter(line["group"] for line in part) for part in parts]
+    whole = [group for count in counts for group, n in count.items() if n == GROUP]
+    return whole, sum(n < GROUP for count in counts for n in count.values())
 
 
 async def soak(folder, server, minutes, kill):
     """-> what is wrong, a list of sentences; prints the account."""
     async with Proxy(server) as proxy:
-        trainer = start_trainer(folder, server.name, proxy.url)
+        target = SimpleNamespace(url=proxy.url, name=server.name)
+        trainer = start_run(target, folder, "--dump_rollouts", "true", task=TASK)
         try:
             await steps(folder, trainer, at_least=10)
             pids = {"trainer": trainer.pid, "worker": worker_of(trainer)}
@@ -252,7 +283,7 @@ async def soak(folder, server, minutes, kill):
                 stop_server(proxy.server)
     if code != 143:
         wrong.append(f"the trainer ended with {code}, not 143:\n{tail(folder)}")
-    if not group_is_gone(trainer.pid):
+    if not group_is_gone(trainer):
         wrong.append("processes are left over")
     for name in pids:
         print(
@@ -266,10 +297,45 @@ async def soak(folder, server, minutes, kill):
     return wrong + unaccounted
 
 
+def kills(folder, server, n_kills, n_prompts):
+    """-> what is wrong, a list of sentences; prints the account."""
+    task = TASK.replace('"max_steps": 1_000_000', '"num_train_epochs": 1, "save_steps": 2')
+    task = task.replace("range(500)", f"range({n_prompts})").replace("< 0.01", "< 0")
+    task = task.replace('"token_budget": 512', '"token_budget": 128')  # groups are often split
+    options = ["--dump_rollouts", "true", "--resume_from_checkpoint", "True"]
+    n_lost, resumed, wrong = 0, [], []
+    for kill in range(n_kills + 1):
+        trainer = start_run(server, folder, *options[: None if kill else 2], task=task)
+        if kill == n_kills:
+            break
+        asyncio.run(steps(folder, trainer, n_steps(folder) + random.randint(3, 6)))
+        time.sleep(random.random())
+        os.kill(trainer.pid, signal.SIGKILL)
+        trainer.wait()
+        if not group_is_gone(trainer):
+            wrong.append(f"processes are left over after kill {kill + 1}")
+        saved = [int(path.name[11:]) for path in (folder / "run").glob("checkpoint-*[0-9]")]
+        resumed.append(max(saved))
+        n_lost += read_windows(folder / "run/metrics.jsonl")[-1]["step"] - max(saved)
+    code, output = finish(trainer, folder, timeout=600)
+    if code:
+        return [f"the last run ended with {code}:\n{output[-3000:]}"]
+    groups, again = used_up(folder)
+    print(f"{n_kills} kills; resumed at steps {resumed}; steps that were lost: {n_lost}")
+    print(f"{len(groups)} groups were used up; {again} more were partly trained at a checkpoint")
+    count = Counter(groups)
+    return wrong + [
+        f"group {group} was used up {count[group]} times"
+        for group in sorted({*count, *range(n_prompts)})
+        if count[group] != 1
+    ]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--no_kill", action="store_true", help="leave the server alive")
+    parser.add_argument("--trainer_kills", type=int, default=0, help="kill the trainer, only it")
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
     options = parser.parse_args()
     random.seed(options.seed)
@@ -278,8 +344,10 @@ def main():
         make_tiny_qwen3(folder / "model")
         server = start_server(folder / "model", str(folder / "model"), folder / "server0.txt")
         try:
-            kill = not options.no_kill
-            wrong = asyncio.run(soak(folder, server, options.minutes, kill))
+            if n := options.trainer_kills:
+                wrong = kills(folder, server, n, n_prompts=40 * n)
+            else:
+                wrong = asyncio.run(soak(folder, server, options.minutes, not options.no_kill))
         finally:
             stop_server(server)
     print("\n".join(wrong) or "every rollout is accounted for")

@@ -352,3 +352,8 @@ def test_syncs_in_mid_generation_label_every_token_and_cost_no_slot(tiny_server,
 @pytest.mark.server
 def test_a_short_soak_leaves_nothing_unaccounted(tiny_server, tmp_path):
     assert asyncio.run(soak.soak(tmp_path, tiny_server, minutes=0.3, kill=False)) == []
+
+
+@pytest.mark.server
+def test_a_killed_run_resumes_without_losing_or_repeating_a_prompt(tiny_server, tmp_path):
+    assert soak.kills(tmp_path, tiny_server, n_kills=1, n_prompts=100) == []

@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import free_port
@@ -255,52 +254,6 @@ def test_a_stopped_run_leaves_no_process(tiny_server, tmp_path):
     code, _ = finish(process, tmp_path, timeout=20)
     assert code == 143
     assert group_is_gone(process)
-
-
-RESUMED = """
-from pathlib import Path
-
-config_overrides = {"max_completion_length": 12, "token_budget": 128, "num_generations": 4,
-                    "learning_rate": 1e-3, "num_train_epochs": 2, "max_staleness": 100}
-
-dataset = [{"prompt": [{"role": "user", "content": f"number {i}"}], "row": i} for i in range(12)]
-
-def even(completion_ids, row, **columns):
-    with open(Path(__file__).with_name("scored"), "a") as file:
-        print(row[0], file=file)
-    return [sum(i % 2 == 0 for i in ids) / max(len(ids), 1) for ids in completion_ids]
-
-reward_funcs = [even]
-"""
-
-
-def test_a_killed_run_resumes_without_losing_or_repeating_a_prompt(tiny_server, tmp_path):
-    options = ["--save_steps", "3", "--save_total_limit", "1"]
-    process = start_run(tiny_server, tmp_path, *options, task=RESUMED)
-    deadline = time.monotonic() + 120
-    saved = []
-    while time.monotonic() < deadline and not saved and process.poll() is None:
-        time.sleep(0.02)
-        saved = list((tmp_path / "run").glob("checkpoint-*/rollout_state.json"))
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    state = json.loads(saved[0].read_text()) if saved else {}
-    assert 0 < state["step"] < 12 and state["step"] % 3 == 0, (tmp_path / "out").read_text()[-3000:]
-    done = set(range(state["next_prompt"])) | set(state["used"])
-    (tmp_path / "scored").unlink()
-    options += ["--resume_from_checkpoint", "True"]
-    code, output = finish(start_run(tiny_server, tmp_path, *options, task=RESUMED), tmp_path)
-    assert code == 0, output[-3000:]
-    steps = windows(tmp_path)
-    assert steps[-1]["step"] > state["step"] and steps[-1]["epoch"] == pytest.approx(2, abs=0.3)
-    # What the resumed run scored is what the killed one had not used up: two passes in all.
-    order = [int(np.random.default_rng([42, epoch]).permutation(12)[i])
-             for epoch in range(2) for i in range(12)]  # fmt: skip
-    rest = sorted(order[i] for i in range(24) if i not in done)
-    assert sorted(map(int, (tmp_path / "scored").read_text().split())) == rest
-    (last,) = (tmp_path / "run").glob("checkpoint-*")
-    end = json.loads((last / "rollout_state.json").read_text())
-    assert end["step"] == steps[-1]["step"] and end["num_tokens"] > state["num_tokens"]
 
 
 def test_two_launchers_train_as_two_machines_do(tiny_server, tmp_path):
