@@ -181,7 +181,7 @@ class Metrics:
         self.history = deque(maxlen=500)  # windows for the diagnosis: bounded, about 8 KB each
         self.lock = threading.Lock()
         self.sinks, self.warned = {}, set()  # sink name -> (write, close)
-        self.total_steps, self.bar = total_steps, None
+        self.total_steps, self.first_step, self.bar = total_steps, first_step, None
         if run_dir is None:
             return
         trackers, run_dir = sink_names(report_to), Path(run_dir)
@@ -246,8 +246,9 @@ class Metrics:
         return window
 
     def finish(self, step):
-        """At the end of the run: flush what no window has yet, if there is anything."""
-        if self.state:
+        """At the end of the run: flush what no window has yet, if there is anything. A resumed run
+        that found no step to do leaves the last window as it was."""
+        if self.state and step > self.first_step:
             self.flush(step)
 
     def note(self, text):

@@ -178,6 +178,10 @@ def test_what_comes_after_the_last_step_joins_its_window(tmp_path):
     metrics.record("reward", 1.0)
     metrics.finish(4)  # a last window that is shorter than the others
     assert [w["step"] for w in m.read_windows(tmp_path / "metrics.jsonl")] == [3, 4]
+    resumed = Metrics(tmp_path, report_to="none", first_step=4)
+    resumed.record("sampling/sync_check_max", 0.1)
+    resumed.finish(4)  # no step was left to do
+    assert m.read_windows(tmp_path / "metrics.jsonl")[-1]["reward"] == 1.0
 
 
 def test_declared_names_are_in_an_empty_window():
