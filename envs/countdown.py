@@ -1,6 +1,7 @@
 """Countdown: reach a target with some numbers and + - * /, each number used once.
 
-    bash run.sh --env countdown --numbers 2 --largest 10
+    bash run.sh --env countdown                                          two numbers, + and -
+    bash run.sh --env countdown --numbers 3 --largest 20 --operations "+-*/"
 
 Every problem has a solution. Answers are parsed, never run as code, and checked exactly.
 """
@@ -21,41 +22,47 @@ config_overrides = arithmetic.config_overrides | {"max_completion_length": 32}
 class Options:
     numbers: int = 2  # how many there are
     largest: int = 10  # each is 1 to this
+    operations: str = "+-"  # those that a solution needs, of +-*/
     n_prompts: int = 4096  # rows of the data set
 
 
-ADD = {ast.Add: operator.add, ast.Sub: operator.sub}
-OPERATIONS = ADD | {ast.Mult: operator.mul, ast.Div: operator.truediv}
-QUESTION = "Use the numbers {} once each, with + - * /, to make {}. Answer with an expression only."
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+PARSED = dict(zip((ast.Add, ast.Sub, ast.Mult, ast.Div), OPERATIONS.values()))
+QUESTION = "Use the numbers {} once each, with {}, to make {}. Answer with an expression only."
+SOLVED = {"+": ("3, 5", "5 + 3", 8), "-": ("2, 9", "9 - 2", 7)}
+SOLVED |= {"*": ("3, 5", "3 * 5", 15), "/": ("2, 6", "6 / 2", 3)}
 
 
-# worked examples: without them a small model writes sentences
-SOLVED = [
-    {"role": "user", "content": QUESTION.format("9, 2", 7)},
-    {"role": "assistant", "content": "9 - 2"},
-    {"role": "user", "content": QUESTION.format("3, 5", 15)},
-    {"role": "assistant", "content": "3 * 5"},
-]
+def examples(operations):
+    """Worked ones, an operation each: without them a small model writes sentences."""
+    for operation in operations:
+        numbers, solution, target = SOLVED[operation]
+        question = QUESTION.format(numbers, " ".join(operations), target)
+        yield {"role": "user", "content": question}
+        yield {"role": "assistant", "content": solution}
 
 
 def dataset(options):
+    if not options.operations or set(options.operations) - OPERATIONS.keys():
+        raise ValueError(f"operations {options.operations!r}: take some of +-*/, such as +-")
     rng, rows = random.Random(0), []
     while len(rows) < options.n_prompts:
         numbers = [rng.randint(1, options.largest) for _ in range(options.numbers)]
         target = Fraction(numbers[0])
         for n in numbers[1:]:
-            target = rng.choice(list(OPERATIONS.values()))(target, n)
+            target = OPERATIONS[rng.choice(options.operations)](target, n)
         if target.denominator == 1 and target > 0:
             shown = ", ".join(map(str, rng.sample(numbers, len(numbers))))
-            prompt = [*SOLVED, {"role": "user", "content": QUESTION.format(shown, target)}]
+            question = QUESTION.format(shown, " ".join(options.operations), target)
+            prompt = [*examples(options.operations), {"role": "user", "content": question}]
             rows.append({"prompt": prompt, "numbers": sorted(numbers), "target": int(target)})
     return rows
 
 
 def value(node, used):
     """The exact value of a parsed expression; adds its numbers to `used`. ValueError for others."""
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
-        return OPERATIONS[type(node.op)](value(node.left, used), value(node.right, used))
+    if isinstance(node, ast.BinOp) and type(node.op) in PARSED:
+        return PARSED[type(node.op)](value(node.left, used), value(node.right, used))
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used.append(node.value)
         return Fraction(node.value)
