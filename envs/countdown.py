@@ -1,6 +1,5 @@
 """Countdown: reach a target with some numbers and + - * /, each number used once.
 
-    bash run.sh --env countdown                                          two numbers, + and -
     bash run.sh --env countdown --numbers 3 --largest 20 --operations "+-*/"
 
 Every problem has a solution. Answers are parsed, never run as code, and checked exactly.
@@ -29,23 +28,18 @@ class Options:
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 PARSED = dict(zip((ast.Add, ast.Sub, ast.Mult, ast.Div), OPERATIONS.values()))
 QUESTION = "Use the numbers {} once each, with {}, to make {}. Answer with an expression only."
-SOLVED = {"+": ("3, 5", "5 + 3", 8), "-": ("2, 9", "9 - 2", 7)}
-SOLVED |= {"*": ("3, 5", "3 * 5", 15), "/": ("2, 6", "6 / 2", 3)}
-
-
-def examples(operations):
-    """Worked ones, an operation each: without them a small model writes sentences."""
-    for operation in operations:
-        numbers, solution, target = SOLVED[operation]
-        question = QUESTION.format(numbers, " ".join(operations), target)
-        yield {"role": "user", "content": question}
-        yield {"role": "assistant", "content": solution}
+# worked examples, one an operation: without them a small model writes sentences
+SOLVED = {"+": ("3, 5", 8, "5 + 3"), "-": ("2, 9", 7, "9 - 2")}
+SOLVED |= {"*": ("3, 5", 15, "3 * 5"), "/": ("2, 6", 3, "6 / 2")}
 
 
 def dataset(options):
     if not options.operations or set(options.operations) - OPERATIONS.keys():
         raise ValueError(f"operations {options.operations!r}: take some of +-*/, such as +-")
-    rng, rows = random.Random(0), []
+    rng, rows, solved, names = random.Random(0), [], [], " ".join(options.operations)
+    for numbers, target, solution in map(SOLVED.get, options.operations):
+        solved.append({"role": "user", "content": QUESTION.format(numbers, names, target)})
+        solved.append({"role": "assistant", "content": solution})
     while len(rows) < options.n_prompts:
         numbers = [rng.randint(1, options.largest) for _ in range(options.numbers)]
         target = Fraction(numbers[0])
@@ -53,9 +47,10 @@ def dataset(options):
             target = OPERATIONS[rng.choice(options.operations)](target, n)
         if target.denominator == 1 and target > 0:
             shown = ", ".join(map(str, rng.sample(numbers, len(numbers))))
-            question = QUESTION.format(shown, " ".join(options.operations), target)
-            prompt = [*examples(options.operations), {"role": "user", "content": question}]
-            rows.append({"prompt": prompt, "numbers": sorted(numbers), "target": int(target)})
+            asked = {"role": "user", "content": QUESTION.format(shown, names, target)}
+            rows.append(
+                {"prompt": [*solved, asked], "numbers": sorted(numbers), "target": int(target)}
+            )
     return rows
 
 

@@ -467,8 +467,11 @@ def test_task_with_environments_runs_in_the_worker_process(server, tmp_path):
 def test_countdown_checks_with_exact_arithmetic():
     from envs import countdown
 
-    task = tasks.load_task("countdown", {"numbers": 3, "n_prompts": 50})
-    assert len(task.rows) == 50
+    options = {"numbers": 3, "n_prompts": 50, "operations": "+-*/"}
+    task = tasks.load_task("countdown", options)
+    assert len(task.rows) == 50 and len(task.rows[0]["prompt"]) == 9  # four examples
+    with pytest.raises(ValueError, match="operations '%'.*such as"):
+        countdown.dataset(countdown.Options(operations="%"))
     for reply, reward in {
         "(8 - 2) / 3": 1.0, "8/3 - 2/3": 0.0, "(8-2)/3 = 2": 1.0, "8 + 2 + 3": 0.2, "2": 0.0,
         "8 / (3 - 3)": 0.0, "__import__('os')": 0.0, "(" * 999: 0.0, "-8 + 2": 0.0, "": 0.0,
