@@ -47,10 +47,8 @@ def dataset(options):
             target = OPERATIONS[rng.choice(options.operations)](target, n)
         if target.denominator == 1 and target > 0:
             shown = ", ".join(map(str, rng.sample(numbers, len(numbers))))
-            asked = {"role": "user", "content": QUESTION.format(shown, names, target)}
-            rows.append(
-                {"prompt": [*solved, asked], "numbers": sorted(numbers), "target": int(target)}
-            )
+            prompt = [*solved, {"role": "user", "content": QUESTION.format(shown, names, target)}]
+            rows.append({"prompt": prompt, "numbers": sorted(numbers), "target": int(target)})
     return rows
 
 
