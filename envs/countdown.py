@@ -16,7 +16,7 @@ from envs import arithmetic
 
 config_overrides = arithmetic.config_overrides | {
     "max_completion_length": 24,
-    "learning_rate": 1e-5,  # at 2e-5 a small model soon adds, whatever is asked: groups agree at 0.6
+    "learning_rate": 1e-5,  # at 2e-5 a small model soon adds whatever is asked: 0.6
     "max_steps": 16,
 }
 
