@@ -365,10 +365,10 @@ def read_windows(path):
 def sink_names(report_to):
     """'auto' (TensorBoard if installed), 'none', or a comma-separated list."""
     names = [name.strip() for name in report_to.split(",") if name.strip()]
-    if unknown := set(names) - {"auto", "none", "tensorboard", "trackio", "wandb"}:
+    if set(names) - {"auto", "none", "tensorboard", "trackio", "wandb"}:
         raise ValueError(
-            f"report_to: unknown {sorted(unknown)}; use trackio, wandb, tensorboard "
-            "(comma-separated), auto or none"
+            f"--report_to {report_to!r}: must be some of trackio, wandb, tensorboard "
+            "(comma-separated), or auto or none"
         )
     if "auto" in names and importlib.util.find_spec("tensorboard"):
         names.append("tensorboard")

@@ -337,7 +337,7 @@ def test_a_tracker_that_is_not_installed_is_a_warning(tmp_path, capsys, monkeypa
     monkeypatch.setitem(sys.modules, "wandb", None)  # makes its import fail
     Metrics(tmp_path, report_to="wandb").flush(1)
     assert "wandb sink is switched off" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="report_to: unknown.*mlflow"):
+    with pytest.raises(ValueError, match="report_to .*mlflow.*: must be some of trackio"):
         Metrics(tmp_path, report_to="mlflow")
 
 
