@@ -33,7 +33,7 @@ import scoring
 import tasks
 from rollout import RolloutLoop
 from tasks import Task
-from worker import RolloutWorker
+from worker import RolloutWorker, load_tokenizer
 
 EOS = 2
 OPTIONS = dict(
@@ -44,7 +44,7 @@ OPTIONS = dict(
     score_centering=True, max_concurrent_rollouts=64, rollout_worker_timeout=20.0,
     rollout_timeout_s=None, num_train_epochs=1.0, max_steps=-1, seed=42, data_seed=None,
     train_sampling_strategy="sequential", loss="grpo", trust_remote_code=False,
-    dump_rollouts=False,
+    dump_rollouts=False, model_init_kwargs=None,
 )  # fmt: skip
 
 
@@ -950,6 +950,18 @@ def test_worker_delivers_every_group_and_ends_by_itself(
         pid = worker._process.pid
     assert not is_alive(pid)
     worker.stop()  # again: nothing happens
+
+
+def test_the_workers_tokenizer_is_of_the_models_revision(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "transformers.AutoTokenizer.from_pretrained",
+        lambda path, **options: asked.append((path, options)),
+    )
+    for init, revision in ((None, "main"), ({"revision": "v2"}, "v2"), ({"dtype": "auto"}, "main")):
+        load_tokenizer("org/model", OPTIONS | {"model_init_kwargs": init})
+        expected = {"revision": revision, "trust_remote_code": False}
+        assert asked.pop() == ("org/model", expected)
 
 
 def test_crash_of_the_reward_reaches_the_trainer_with_its_traceback(server, tokenizer_folder):
