@@ -236,7 +236,7 @@ class Feed:
             pulled = self.pulled_tokens
             self.worker.release(pulled - self.released_tokens)
             self.step_tokens, self.released_tokens = pulled - self.released_tokens, pulled
-            self.queue_size = self.worker.queue_size
+            self.queue_size, self.taken_at = self.worker.queue_size, time.time()
             return plan
 
     def _use_prompts(self):
@@ -299,11 +299,11 @@ class Feed:
 
     def records(self):
         """What the worker reported since the last step, and the step's `sample/*` and `batch/*`."""
-        now, plan = time.time(), self.plan
+        plan = self.plan
         samples = [sample for row in plan.rows for sample in row.samples]
         found = self.worker.drain_records() + planner.batch_metrics(plan, self.budget, self.pad)
         found += sample_records(samples, self._version_at(plan.step))
-        waited_s = [now - sample.created_at for sample in samples]
+        waited_s = [self.taken_at - sample.created_at for sample in samples]
         found.append(("sample/time_in_queue_s", sum(waited_s) / len(waited_s), len(waited_s)))
         found.append(("rollout/queue_size", self.queue_size, 1))
         found.append(("sample/dropped_stale_count", plan.dropped["stale"], 1))

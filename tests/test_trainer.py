@@ -314,3 +314,37 @@ def test_a_long_wait_says_what_became_of_the_groups(monkeypatch, capsys):
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith("waiting for samples for 0 s; meanwhile 7 groups taught nothing")
     assert feed.waiting(61.2, 0) == "waiting for samples for 61 s"
+
+
+def test_the_time_in_the_queue_ends_where_the_step_begins(monkeypatch):
+    now = [103.0]
+    monkeypatch.setattr(feed.time, "time", lambda: now[0])
+    samples = make_samples(n_groups=1, group_size=2)
+    for sample, created_at in zip(samples, (100.0, 101.0)):
+        sample.created_at = created_at
+    options = dict(token_budget=BUDGET, world_size=1, gradient_accumulation_steps=1, first_step=1)
+    (plan,) = planner.plan_steps(samples, **options)
+    allowed = []
+    worker = {
+        "n_dropped": 0,
+        "queue_size": 5,
+        "check": lambda s: 0,
+        "release": lambda s, n: 0,
+        "drain_records": lambda s: [],
+        "set_allowance": lambda s, n: allowed.append(n),
+    }
+    fed = feed.Feed.__new__(feed.Feed)
+    fed.config, fed.budget, fed.pad, fed.evaluation = CONFIG, BUDGET, None, None
+    fed.pulled_tokens, fed.released_tokens, fed.n_tokens = 40, 10, 0
+    fed.next_prompt, fed.used, fed.n_prompts = 0, set(), 1
+    fed.worker = type("Worker", (), worker)()
+    fed.planner = type("Planner", (), {"next": lambda s, timeout: plan})()
+    fed.plan = fed._wait(must_sync=lambda: False)
+    now[0] = 110.0  # forward and backward take seven seconds
+    found = {name: (value, weight) for name, value, weight in fed.records()}
+    assert found["sample/time_in_queue_s"] == (2.5, 2)  # 3 and 2 seconds
+    assert found["rollout/queue_size"] == (5, 1)
+    for max_staleness in (0, 1, 4):  # max(max_staleness, 1) times the step's 30 tokens
+        fed.config = dataclasses.replace(CONFIG, max_staleness=max_staleness)
+        fed._allow(fed.step_tokens)
+    assert allowed == [30, 30, 120]
