@@ -149,6 +149,7 @@ class Feed:
         counted = task.dataset is not None and hasattr(task.rows, "__len__")
         self.n_prompts = len(task.rows) if counted else math.nan
         self.told = []  # dump.stories of the rollouts that were scored since the step before
+        self.left_over, self.late_drops = None, 0  # of the end of the prompts
         self.worker = self.planner = self.evaluation = self.dump = None
         if dist.get_rank() != 0:
             return
@@ -242,7 +243,11 @@ class Feed:
     def _use_prompts(self):
         """Count as used up the prompts whose last sample is in this step or was dropped."""
         dropped, self.told = self.worker.drain_ended()
-        self.used |= {*dropped, *(self.plan.ended_groups if self.plan else ())}
+        if self.plan is None:  # the prompts have ended: what came since the last step
+            self.left_over = self.planner.left_over or planner.Plan(self.step + 1, [], Counter())
+            self.late_drops = len(dropped) + self.left_over.dropped.total()
+        ended = (self.plan or self.left_over).ended_groups
+        self.used |= {*dropped, *ended}
         if self.dump:
             self.dump.tell(self.told, self.plan.step if self.plan else self.step + 1)
         while self.next_prompt in self.used:
@@ -312,18 +317,27 @@ class Feed:
         return found + (self.evaluation.drain() if self.evaluation else [])
 
     def finish(self):
-        """After the last step: wait for the evaluation that runs, and say what it found."""
+        """After the last step: what was dropped since, if the prompts have ended; and what the
+        evaluation that runs has found, which is waited for."""
+        found = []
+        if self.late_drops:
+            dropped = self.left_over.dropped
+            found = self.worker.drain_records() + [
+                ("sample/dropped_stale_count", dropped["stale"], 1),
+                ("batch/dropped_oversize_count", dropped["oversize"], 1),
+                ("epoch", self.epoch, 1),
+            ]
         if not self.evaluation:
-            return []
+            return found
         self.evaluation.wait()
-        return self.evaluation.drain()
+        return found + self.evaluation.drain()
 
     def close(self):
         if self.planner:
             self.planner.close()
         if self.dump:
             self.dump.tell(self.worker.drain_ended()[1], self.step + 1)
-            self.dump.close(self.step + 1)
+            self.dump.close(self.step + 1, prompts_ended=self.left_over is not None)
         for process in (self.worker, self.evaluation):
             if process:
                 process.stop()

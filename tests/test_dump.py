@@ -137,6 +137,14 @@ def test_every_rollout_gets_one_line_that_says_what_became_of_it(tmp_path):
     assert [s["outcome"] for s in lines[4]["samples"]] == ["stale", "trained"]
     place = {name: lines[4]["samples"][1][name] for name in ("micro_batch", "row", "index")}
     assert place == {"micro_batch": 0, "row": 0, "index": 1}
+    # at the end of the prompts what the planner took after the last step was dropped, too
+    (tmp_path / "ends").mkdir()
+    writer = dump.Dump(tmp_path / "ends", BUDGET)
+    writer.tell([told[1]], 2)
+    writer.pulled.append(pulled[1])
+    writer.close(2, prompts_ended=True)
+    (line,) = dump.read_rollouts(tmp_path / "ends")
+    assert (line["outcome"], line["step"]) == ("stale", 2)
 
 
 def test_a_resumed_run_leaves_out_what_came_after_its_checkpoint(tmp_path):

@@ -348,3 +348,22 @@ def test_the_time_in_the_queue_ends_where_the_step_begins(monkeypatch):
         fed.config = dataclasses.replace(CONFIG, max_staleness=max_staleness)
         fed._allow(fed.step_tokens)
     assert allowed == [30, 30, 120]
+
+
+def test_what_is_dropped_after_the_last_step_is_counted():
+    fed = feed.Feed.__new__(feed.Feed)
+    fed.step, fed.plan, fed.dump, fed.evaluation = 7, None, None, None
+    fed.next_prompt, fed.used, fed.n_prompts = 6, {7}, 10
+    late = [("reward", 1.0, 8.0)]
+    worker = {"drain_ended": lambda s: ([6, 9], []), "drain_records": lambda s: late}
+    fed.worker = type("Worker", (), worker)()
+    dropped = planner.Counter(stale=3, oversize=1)
+    fed.planner = type("Planner", (), {"left_over": planner.Plan(8, [], dropped, {8})})()
+    fed._use_prompts()
+    assert fed.next_prompt == 10 and not fed.used
+    assert fed.finish() == [
+        ("reward", 1.0, 8.0),
+        ("sample/dropped_stale_count", 3, 1),
+        ("batch/dropped_oversize_count", 1, 1),
+        ("epoch", 1.0, 1),
+    ]
