@@ -709,6 +709,17 @@ def test_reply_that_could_not_fit_is_left_to_the_server_with_top_k(server):
     assert run.samples  # generated, and not refused
 
 
+def test_server_without_candidate_sets_is_named_with_its_flags(server):
+    def client():
+        return sampler.Sampler(server.url, "m", max_tokens=4, top_k=4, timeout_s=5)
+
+    with pytest.warns(UserWarning, match="ratio is biased: start it with --return-sampling-mask"):
+        asyncio.run(started(client()))
+    server.has_generate = False
+    with pytest.raises(ValueError, match="with top_k .* restart it with --enable-scale-out"):
+        asyncio.run(started(client()))
+
+
 def test_other_model_and_truncation_without_top_k_are_refused(server):
     other = sampler.Sampler(server.url, "other", max_tokens=4, timeout_s=5)
     with pytest.raises(ValueError, match=r"serves \['m'\], not 'other'"):
