@@ -91,7 +91,8 @@ def windows(tmp_path):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_three_steps_after_each_of_which_server_and_trainer_agree(tiny_server, tmp_path, processes):
-    process = start_run(tiny_server, tmp_path, processes=processes)
+    options = ["--temperature", "0.6"] if processes == 2 else []  # log-probs are those at it
+    process = start_run(tiny_server, tmp_path, *options, processes=processes)
     code, output = finish(process, tmp_path)
     assert code == 0, output[-3000:]
     assert group_is_gone(process)

@@ -1,6 +1,7 @@
 """The training step: what a split over ranks, micro-batches and rows must not change."""
 
 import dataclasses
+import types
 
 import numpy as np
 import pytest
@@ -174,6 +175,64 @@ def _gathered(rank):
     metrics["loss"] = torch.tensor([0.5, 0.25][rank])
     metrics["flops"] = torch.tensor([5e12, 7e12][rank])
     return update.gather_metrics([metrics], torch.tensor(3.0))
+
+
+def sampled_at(folder, temperature):
+    """(samples, samples): two that the model draws, with log-probs at the temperature, and raw."""
+    causal_lm = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = []
+    for sample in make_samples(n_groups=2, group_size=1):
+        ids = sample.input_ids[:6].tolist()
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(len(found))
+            for _ in range(16):
+                logits = causal_lm(torch.tensor([ids])).logits[0, -1]
+                ids.append(int(torch.multinomial((logits / temperature).softmax(0), 1)))
+            logits = causal_lm(torch.tensor([ids])).logits[0, :-1]
+        targets = torch.tensor(ids[1:])[:, None]
+        at, raw = ((logits / t).log_softmax(1).gather(1, targets)[:, 0] for t in (temperature, 1))
+        trained = np.arange(len(ids)) >= 6
+        options = dict(input_ids=np.array(ids, np.int32), trained=trained)
+        options |= dict(top_ids=np.zeros((16, 0), np.int32), versions=np.where(trained, 0, -1))
+        options |= dict(top_log_probs=np.zeros((16, 0), np.float32))
+        sample = dataclasses.replace(sample, **options)
+        log_probs = [np.append(0, values.numpy()).astype(np.float32) for values in (at, raw)]
+        found.append([dataclasses.replace(sample, sampler_log_probs=given) for given in log_probs])
+    return zip(*found)
+
+
+def metrics_of(rank, folder, config, samples):
+    policy = model.load_policy(config, folder, torch.device("cpu"))
+    model.shard(policy, torch.device("cpu"), torch.float32, compile_layers=False)
+    row = packing.pack_row(samples, BUDGET).to("cpu")
+    tree = attention.TreeMask(row).prepare(policy.model.config)
+    share, clock = feed.Share([samples], [32], [1.0]), grpo.Clock(torch.device("cpu"))
+    seen = update.forward_backward(policy, config, share, [row], [tree], clock)
+    records, *_ = update.gather_metrics(seen, torch.tensor(0.0))
+    return {name: value for name, value, _ in records}
+
+
+def test_the_ratio_is_one_at_the_samplers_temperature(tiny_folder, one_rank):
+    config = dataclasses.replace(CONFIG, temperature=0.6, score_centering=False)
+    name = "sampling/importance_sampling_ratio"
+    at_temperature, raw = sampled_at(tiny_folder, 0.6)
+    found = one_rank(metrics_of, tiny_folder, config, list(at_temperature))
+    assert found[f"{name}/min"] == pytest.approx(1, abs=1e-4)
+    assert found[f"{name}/max"] == pytest.approx(1, abs=1e-4)
+    found = one_rank(metrics_of, tiny_folder, config, list(raw))  # what processed_logprobs prevents
+    assert found[f"{name}/mean"] > 1.2
+
+
+def test_all_ids_that_end_a_turn_count():
+    def ids(generation, tokenizer):
+        config = generation and types.SimpleNamespace(eos_token_id=generation[0])
+        return model.end_token_ids(
+            types.SimpleNamespace(generation_config=config),
+            types.SimpleNamespace(eos_token_id=tokenizer),
+        )
+
+    assert ids([[7, 8]], 9) == [7, 8, 9] and ids([[7, 8]], 8) == [7, 8]
+    assert ids([7], None) == [7] and ids([None], 9) == ids(None, 9) == [9]
 
 
 def test_an_infinite_gradient_stops_the_run():
