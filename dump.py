@@ -55,6 +55,7 @@ def stories(group, rewards_by_source, advantages, is_kept, tools=()):
         story = {
             "group": group.group_id,
             "rollout": i,
+            "rollout_id": group.rollout_ids[i],
             "row_index": group.row_index,
             "prompt": group.prompts[i],
             "completion": group.completions[i],
