@@ -426,3 +426,22 @@ def test_what_is_dropped_after_the_last_step_is_counted():
         ("batch/dropped_oversize_count", 1, 1),
         ("epoch", 1.0, 1),
     ]
+
+
+def test_rates_of_a_step_are_amounts_over_its_seconds(one_rank, monkeypatch):
+    def found():
+        plan = types.SimpleNamespace(n_tokens=100, n_trained=[10, 20])
+        seconds = {"perf/step_s": 8.0, "perf/fwd_bwd_s": 2.0}
+        records = grpo.speed(seconds, plan, 5e11, torch.device("cpu"), CONFIG)
+        return {name: (value, weight) for name, value, weight in records}
+
+    assert found() == {
+        "perf/step_s": (8.0, 1.0),
+        "perf/fwd_bwd_s": (2.0, 1.0),
+        "perf/fwd_bwd_forwarded_tokens_per_s": (50.0, 2.0),  # 100 tokens in 2 s; weighs 2 s
+        "perf/wall_clock_forwarded_tokens_per_s": (12.5, 8.0),
+        "perf/wall_clock_trained_tokens_per_s": (3.75, 8.0),  # 10 + 20 in 8 s
+    }
+    monkeypatch.setattr(model, "peak_flops", lambda device, dtype: 1e12)
+    assert found()["perf/fwd_bwd_mfu"] == (25.0, 2.0)  # 5e11 in 2 s of 1e12 a second, in per cent
+    assert found()["perf/wall_clock_mfu"] == (6.25, 8.0)
