@@ -146,8 +146,7 @@ class Feed:
         self.pulled_tokens = self.released_tokens = 0
         # groups that were trained or dropped, which an epoch counts: all below, and these above
         self.next_prompt, self.used = resumed["next_prompt"], set(resumed["used"])
-        counted = task.dataset is not None and hasattr(task.rows, "__len__")
-        self.n_prompts = len(task.rows) if counted else math.nan
+        self.n_prompts = len(task.rows) if tasks.has_epochs(task) else math.nan
         self.told = []  # dump.stories of the rollouts that were scored since the step before
         self.left_over, self.late_drops = None, 0  # of the end of the prompts
         self.worker = self.planner = self.evaluation = self.dump = None

@@ -98,10 +98,10 @@ def check(config, task):
     tasks.check_task(task)
     if config.eval_env:
         tasks.check_task(tasks.load_eval_task(config, task))
-    if config.save_strategy == "epoch" and not hasattr(task.rows, "__len__"):
+    if config.save_strategy == "epoch" and not tasks.has_epochs(task):
         raise ValueError(
-            f"--save_strategy epoch: task {task.name} streams its dataset, whose end is not known; "
-            "use --save_strategy steps"
+            f"--save_strategy epoch: task {task.name} streams its dataset or has none, so the end "
+            "of an epoch is not known; use --save_strategy steps"
         )
     checkpoint.find(config)
 

@@ -71,6 +71,8 @@ def test_a_negative_number_is_a_value():
         (["--seed", "-1"], ["--seed -1", "negative"]),
         (["--max_grad_norm", "-1"], ["--max_grad_norm -1.0", "negative"]),
         (["--warmup_steps", "-2"], ["--warmup_steps -2.0", "negative"]),
+        (["--max_steps", "-1", "--save_steps", "0.5"], ["--save_steps 0.5", "--max_steps"]),
+        (["--fp16", "true", "--bf16", "true"], ["--fp16 True", "--bf16 true"]),
         (["--adam_beta2", "1"], ["--adam_beta2 1.0", "[0, 1)"]),
         (["--adam_epsilon", "0"], ["--adam_epsilon 0.0", "positive"]),
         (["--ddp_timeout", "0"], ["--ddp_timeout 0", "positive"]),
@@ -130,6 +132,19 @@ def test_defaults_are_the_specs():
         "ddp_timeout": 1800,
         "gradient_accumulation_steps": 1,
         "trust_remote_code": False,
+        "save_strategy": "steps",
+        "save_steps": 500,
+        "fp16": False,
+        "push_to_hub": False,
+        "hub_strategy": "every_save",
+        "train_sampling_strategy": "random",
+        "log_completions": False,
+        **dict.fromkeys(
+            "output_dir run_name bf16 tf32 disable_tqdm data_seed save_total_limit hub_model_id "
+            "hub_private_repo hub_revision resume_from_checkpoint model_init_kwargs "
+            "router_aux_loss_coef chat_template_kwargs max_tool_calling_iterations "
+            "num_completions_to_print".split()
+        ),
     }
     default = Config()
     assert {name: getattr(default, name) for name in expected} == expected
