@@ -76,7 +76,7 @@ class Rollout:
     tool_call_count: int = 0
     tool_failure_count: int = 0
     reward: float | None = None  # added to what the reward functions give
-    rollout_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    rollout_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # in rollouts.jsonl
 
 
 # ------------------------------------------------------------------------------------ prompts

@@ -21,6 +21,7 @@ import torch
 
 import dump
 import tasks
+from metrics import sink_names
 
 
 @dataclass(frozen=True)
@@ -351,7 +352,15 @@ def check_config(config):
         raise ValueError(
             "--top_p and --min_p need --top_k too: it bounds the candidate set (try 512)"
         )
-    need(c.epsilon >= 0, "epsilon", "must not be negative")
+    for name in (
+        *("epsilon", "epsilon_high", "router_aux_loss_coef", "warmup_steps", "weight_decay"),
+        *("max_grad_norm", "check_sync_every", "seed", "data_seed"),
+    ):
+        value = getattr(c, name)
+        need(value is None or value >= 0, name, "must not be negative")
+    for name in ("adam_beta1", "adam_beta2"):
+        need(0 <= getattr(c, name) < 1, name, "must be in [0, 1)")
+    need(c.adam_epsilon > 0, "adam_epsilon", "must be positive")
     need(
         0 <= c.vllm_importance_sampling_clip_min < c.vllm_importance_sampling_clip_max,
         "vllm_importance_sampling_clip_min",
@@ -382,6 +391,7 @@ def check_config(config):
         "rollout_timeout_s",
         "rollout_worker_timeout",
         "vllm_server_timeout",
+        "ddp_timeout",
     ):
         seconds = getattr(c, name)
         need(seconds is None or seconds > 0, name, "must be positive")
@@ -420,9 +430,22 @@ def check_config(config):
         "must be auto, none, selective, full, true or false",
     )
     need(not (c.fp16 and c.bf16), "fp16", "excludes --bf16 true")
-    need(c.lora_r is None or c.lora_r >= 1, "lora_r", "must be at least 1")
+    for name in ("lora_r", "lora_alpha", "num_train_processes"):
+        need(getattr(c, name) is None or getattr(c, name) >= 1, name, "must be at least 1")
     need(c.lora_r or c.lora_alpha is None, "lora_alpha", "needs --lora_r")
     need(c.replicas >= 1, "replicas", "must be at least 1")
+    need(
+        all(re.match(r"https?://[^/ ]", url) for url in c.vllm_server_base_url.split(",")),
+        "vllm_server_base_url",
+        "must be like http://localhost:8000, several with commas and no spaces",
+    )
+    sink_names(c.report_to)
+    masters = (c.model_init_kwargs or {}).get("dtype", c.dtype)  # the former takes precedence
+    if masters == "float16":
+        raise ValueError(
+            "--dtype 'float16': masters in float16 lose small updates; keep float32 and compute in "
+            "it with --fp16 true"
+        )
     for name, values in {
         "loss": ("grpo", "cispo", "gspo", "dr_grpo"),
         "score_centering_tail": ("drop", "proportional"),

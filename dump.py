@@ -55,6 +55,7 @@ def stories(group, rewards_by_source, advantages, is_kept, tools=()):
         story = {
             "group": group.group_id,
             "rollout": i,
+            "rollout_id": group.rollout_ids[i],
             "row_index": group.row_index,
             "prompt": group.prompts[i],
             "completion": group.completions[i],
@@ -158,8 +159,12 @@ class Dump:
             del self.waiting[key]
             self._write(story | _first_fate(story["samples"]))
 
-    def close(self, step):
-        """Write the rollouts that no step came to train."""
+    def close(self, step, prompts_ended=False):
+        """Write the rollouts that no step came to train. prompts_ended: the planner has seen the
+        last sample, so it dropped what it has taken since the last step."""
+        for sample in self.pulled if prompts_ended else ():
+            fate = {"outcome": self._why_dropped(sample), "step": step, "staleness": None}
+            self._has_fate(sample, fate)
         for story in self.waiting.values():
             fate = _first_fate(story["samples"]) or {"outcome": "unused", "step": step}
             self._write({"staleness": None} | story | fate)

@@ -146,9 +146,9 @@ class Feed:
         self.pulled_tokens = self.released_tokens = 0
         # groups that were trained or dropped, which an epoch counts: all below, and these above
         self.next_prompt, self.used = resumed["next_prompt"], set(resumed["used"])
-        counted = task.dataset is not None and hasattr(task.rows, "__len__")
-        self.n_prompts = len(task.rows) if counted else math.nan
+        self.n_prompts = len(task.rows) if tasks.has_epochs(task) else math.nan
         self.told = []  # dump.stories of the rollouts that were scored since the step before
+        self.left_over, self.late_drops = None, 0  # of the end of the prompts
         self.worker = self.planner = self.evaluation = self.dump = None
         if dist.get_rank() != 0:
             return
@@ -236,13 +236,17 @@ class Feed:
             pulled = self.pulled_tokens
             self.worker.release(pulled - self.released_tokens)
             self.step_tokens, self.released_tokens = pulled - self.released_tokens, pulled
-            self.queue_size = self.worker.queue_size
+            self.queue_size, self.taken_at = self.worker.queue_size, time.time()
             return plan
 
     def _use_prompts(self):
         """Count as used up the prompts whose last sample is in this step or was dropped."""
         dropped, self.told = self.worker.drain_ended()
-        self.used |= {*dropped, *(self.plan.ended_groups if self.plan else ())}
+        if self.plan is None:  # the prompts have ended: what came since the last step
+            self.left_over = self.planner.left_over or planner.Plan(self.step + 1, [], Counter())
+            self.late_drops = len(dropped) + self.left_over.dropped.total()
+        ended = (self.plan or self.left_over).ended_groups
+        self.used |= {*dropped, *ended}
         if self.dump:
             self.dump.tell(self.told, self.plan.step if self.plan else self.step + 1)
         while self.next_prompt in self.used:
@@ -299,11 +303,11 @@ class Feed:
 
     def records(self):
         """What the worker reported since the last step, and the step's `sample/*` and `batch/*`."""
-        now, plan = time.time(), self.plan
+        plan = self.plan
         samples = [sample for row in plan.rows for sample in row.samples]
         found = self.worker.drain_records() + planner.batch_metrics(plan, self.budget, self.pad)
         found += sample_records(samples, self._version_at(plan.step))
-        waited_s = [now - sample.created_at for sample in samples]
+        waited_s = [self.taken_at - sample.created_at for sample in samples]
         found.append(("sample/time_in_queue_s", sum(waited_s) / len(waited_s), len(waited_s)))
         found.append(("rollout/queue_size", self.queue_size, 1))
         found.append(("sample/dropped_stale_count", plan.dropped["stale"], 1))
@@ -312,18 +316,27 @@ class Feed:
         return found + (self.evaluation.drain() if self.evaluation else [])
 
     def finish(self):
-        """After the last step: wait for the evaluation that runs, and say what it found."""
+        """After the last step: what was dropped since, if the prompts have ended; and what the
+        evaluation that runs has found, which is waited for."""
+        found = []
+        if self.late_drops:
+            dropped = self.left_over.dropped
+            found = self.worker.drain_records() + [
+                ("sample/dropped_stale_count", dropped["stale"], 1),
+                ("batch/dropped_oversize_count", dropped["oversize"], 1),
+                ("epoch", self.epoch, 1),
+            ]
         if not self.evaluation:
-            return []
+            return found
         self.evaluation.wait()
-        return self.evaluation.drain()
+        return found + self.evaluation.drain()
 
     def close(self):
         if self.planner:
             self.planner.close()
         if self.dump:
             self.dump.tell(self.worker.drain_ended()[1], self.step + 1)
-            self.dump.close(self.step + 1)
+            self.dump.close(self.step + 1, prompts_ended=self.left_over is not None)
         for process in (self.worker, self.evaluation):
             if process:
                 process.stop()

@@ -98,10 +98,10 @@ def check(config, task):
     tasks.check_task(task)
     if config.eval_env:
         tasks.check_task(tasks.load_eval_task(config, task))
-    if config.save_strategy == "epoch" and not hasattr(task.rows, "__len__"):
+    if config.save_strategy == "epoch" and not tasks.has_epochs(task):
         raise ValueError(
-            f"--save_strategy epoch: task {task.name} streams its dataset, whose end is not known; "
-            "use --save_strategy steps"
+            f"--save_strategy epoch: task {task.name} streams its dataset or has none, so the end "
+            "of an epoch is not known; use --save_strategy steps"
         )
     checkpoint.find(config)
 
@@ -363,7 +363,8 @@ def start_distributed(config):
 
 
 def connect(fleet, config):
-    """Wait for the servers and refuse one that cannot serve this run."""
+    """Wait for the servers and refuse one that cannot serve this run. (With top_k it ends a turn
+    that does not fit by itself, so any length will do.)"""
     told = 0
 
     def progress(server, waited_s):
@@ -375,8 +376,9 @@ def connect(fleet, config):
     fleet.wait_until_ready(progress)
     return fleet.check(
         config.model,
-        num_sampler_logprobs=config.num_sampler_logprobs,
-        min_model_len=config.max_completion_length + 1,
+        num_sampler_logprobs=config.num_sampler_logprobs if config.is_centered else 0,
+        min_model_len=2 if config.top_k else config.max_completion_length + 1,
+        top_k=config.top_k,
         compute_dtype=config.compute_dtype,
     )
 

@@ -178,6 +178,7 @@ class Metrics:
         project="espalier",
     ):
         self.state, self.declared, self.traces = {}, [], []
+        self.flushed = {}  # the state of the newest window
         self.history = deque(maxlen=500)  # windows for the diagnosis: bounded, about 8 KB each
         self.lock = threading.Lock()
         self.sinks, self.warned = {}, set()  # sink name -> (write, close)
@@ -235,9 +236,13 @@ class Metrics:
         """Close the window: its values by name, with `step` and `time` (s since the epoch)."""
         with self.lock:
             state, self.state = self.state, {}
-        window = {name: 0.0 if reduction(name) == "sum" else NAN for name in self.declared}
         if self.history and self.history[-1]["step"] == step:  # came late: the window says it, too
-            window = self.history.pop()
+            self.history.pop()
+            late, state = state, self.flushed
+            for name, (value, weight) in late.items():
+                fold_(state, name, value / weight, weight)
+        self.flushed = state
+        window = {name: 0.0 if reduction(name) == "sum" else NAN for name in self.declared}
         window |= {"step": step, "time": time.time(), **reduced(state)}
         self.history.append(window)
         for name, (write, _) in list(self.sinks.items()):
@@ -247,8 +252,9 @@ class Metrics:
 
     def finish(self, step):
         """At the end of the run: flush what no window has yet, if there is anything. A resumed run
-        that found no step to do leaves the last window as it was."""
-        if self.state and step > self.first_step:
+        that found no step to do leaves the last window as it was; a new one whose groups were all
+        dropped has a window of step 0."""
+        if self.state and (step > self.first_step or not self.first_step):
             self.flush(step)
 
     def note(self, text):
@@ -365,10 +371,10 @@ def read_windows(path):
 def sink_names(report_to):
     """'auto' (TensorBoard if installed), 'none', or a comma-separated list."""
     names = [name.strip() for name in report_to.split(",") if name.strip()]
-    if unknown := set(names) - {"auto", "none", "tensorboard", "trackio", "wandb"}:
+    if set(names) - {"auto", "none", "tensorboard", "trackio", "wandb"}:
         raise ValueError(
-            f"report_to: unknown {sorted(unknown)}; use trackio, wandb, tensorboard "
-            "(comma-separated), auto or none"
+            f"--report_to {report_to!r}: must be some of trackio, wandb, tensorboard "
+            "(comma-separated), or auto or none"
         )
     if "auto" in names and importlib.util.find_spec("tensorboard"):
         names.append("tensorboard")

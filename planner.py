@@ -33,7 +33,7 @@ class Plan:
     (see lossless_copy); it counts as padding, not as work."""
 
     step: int
-    micro_batches: list  # of lists of Row
+    micro_batches: list  # of lists of Row; none if what came after the last step was all dropped
     dropped: Counter  # samples dropped since the plan before: oversize, stale, untrained
     ended_groups: frozenset = frozenset()  # all of whose samples are now planned or dropped
 
@@ -109,7 +109,8 @@ def plan_steps(
 
     A micro-batch closes when every row has a sample and the next sample has no place; that sample
     opens the next micro-batch, possibly of the next step. `is_stale(sample, step)` is asked for
-    the step being filled. The last step may have fewer micro-batches than the others.
+    the step being filled. The last step may have fewer micro-batches than the others. If samples
+    after it are dropped, one more Plan without micro-batches tells of them.
     """
     if token_budget < 2 or world_size < 1 or gradient_accumulation_steps < 1:
         raise ValueError(
@@ -163,7 +164,7 @@ def plan_steps(
                 f"{len(oversize)} samples (the shortest has {min(oversize)} tokens); "
                 "raise it, at best to the server's max_model_len"
             )
-        if batches:
+        if batches or dropped:
             yield Plan(step, batches, dropped, frozenset(ended_groups))
         step += 1
 
@@ -212,6 +213,7 @@ class Planner:
         if ahead < 1:
             raise ValueError(f"{ahead=}: the planner needs at least one step to plan ahead")
         self.n_pulled = 0
+        self.left_over = None  # Plan of samples that were dropped after the last step, if any
         self._pull, self._options, self._last = pull, options, None
         self._slots, self._ready = threading.Semaphore(ahead), queue.Queue()
         self._closed = threading.Event()
@@ -232,6 +234,8 @@ class Planner:
             plans = plan_steps(self._samples(), **self._options)
             while self._slots.acquire() and not self._closed.is_set():
                 plan = next(plans, END)
+                if plan is not END and not plan.micro_batches:
+                    self.left_over, plan = plan, END
                 self._ready.put(plan)
                 if plan is END:
                     return

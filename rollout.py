@@ -105,6 +105,7 @@ class _OpenGroup:
             row_index=self.row_index,
             env_rewards=[one.env_reward for one in self.finished],
             rollout_rewards=[rollout.reward for rollout in rollouts],
+            rollout_ids=[rollout.rollout_id for rollout in rollouts],
             queued_at=self.queued_at,
         )
 

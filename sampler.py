@@ -301,7 +301,12 @@ class Sampler:
         probe = [self.parameters["stop_token_ids"][0] if self.parameters["stop_token_ids"] else 0]
         try:
             turn = await self._ask(probe, 0, max_tokens=1, max_attempts=_PROBE_ATTEMPTS)
-        except _NoGenerateEndpoint:
+        except _NoGenerateEndpoint as refusal:
+            if self.truncated and refusal.status == 403:
+                raise ValueError(
+                    f"with top_k the server at {self.url} must return candidate sets, by an "
+                    "endpoint that it keeps closed: restart it with --enable-scale-out"
+                ) from refusal
             self.tokens_in_tokens_out = False
             turn = await self._ask(probe, 0, max_tokens=1, max_attempts=_PROBE_ATTEMPTS)
         self.retry_count = self.generated_tokens = 0
@@ -419,7 +424,7 @@ class Sampler:
             raise BadAnswer(f"HTTP {status}: {message}")
         # Without --enable-scale-out the endpoint answers 403; an older vLLM has no such path.
         if self.tokens_in_tokens_out and status in (403, 404, 405):
-            raise _NoGenerateEndpoint(f"HTTP {status} from {path}: {message}")
+            raise _NoGenerateEndpoint(f"HTTP {status} from {path}: {message}", status)
         if 400 <= status < 500 and status not in (408, 429):
             raise RequestRefused(
                 f"the vLLM server refused a request (HTTP {status}): {message}; {_remedy(message)}"
@@ -429,6 +434,10 @@ class Sampler:
 
 class _NoGenerateEndpoint(RequestRefused):
     """403, 404 or 405 from /inference/v1/generate: at the start a fact, later a refusal."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
 
 
 def _retry_delays():

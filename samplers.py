@@ -43,6 +43,7 @@ class Samplers:
         self.samplers, self.version, self.max_staleness = samplers, version, max_staleness
         self.adapters = samplers[0].adapter is not None
         self.load = Counter()  # requests in flight
+        self.moved_count = 0  # requests sent again to another server
         self.out: dict[Sampler, str] = {}  # left out, and why
         self._running: dict[asyncio.Task, int] = {}  # requests to adapters: version
         self._stopped: set[asyncio.Task] = set()
@@ -81,7 +82,7 @@ class Samplers:
 
     @property
     def retry_count(self) -> int:
-        return sum(sampler.retry_count for sampler in self.samplers)
+        return self.moved_count + sum(sampler.retry_count for sampler in self.samplers)
 
     @property
     def down_since(self) -> float | None:
@@ -139,6 +140,7 @@ class Samplers:
                 self.out[sampler] = str(error)
                 if time.monotonic() - start > sampler.timeout_s:  # they answer others: it is this
                     raise TimeoutError(f"no server answered a request; {error}") from error
+                self.moved_count += 1
             finally:
                 self.load[sampler] -= 1
 

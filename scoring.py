@@ -33,6 +33,7 @@ class RolloutGroup:
     row_index: int
     env_rewards: list[tuple[type, float] | None]
     rollout_rewards: list[float | None]
+    rollout_ids: list[str]
     queued_at: float = 0.0  # time.monotonic() when it was queued for scoring
     rewards: np.ndarray | None = None  # float64, NaN where no source scored; set before advantages
 

@@ -48,6 +48,7 @@ class ServerInfo:
     world_size: int  # processes that hold weights: tensor x pipeline x data parallel
     worker_extension: str  # "" without
     nccl: bool  # started to receive weights that way
+    returns_sets: bool | None  # of candidates, with --return-sampling-mask; None: it is too old to
     chunked_prefill: bool
     max_loras: int = 0  # adapters that it holds at once; 0: started without --enable-lora
     max_lora_rank: int = 0
@@ -150,6 +151,7 @@ class VllmServer:
             worker_extension=parallel["worker_extension_cls"] or "",
             chunked_prefill=config["scheduler_config"]["enable_chunked_prefill"],
             nccl=(config["weight_transfer_config"] or {}).get("backend") == "nccl",
+            returns_sets=model.get("return_sampling_mask"),
             max_loras=lora.get("max_loras", 0),
             max_lora_rank=lora.get("max_lora_rank", 0),
             loads_adapters=bool(lora) and self._loads_adapters(),
@@ -173,6 +175,7 @@ class VllmServer:
         *,
         num_sampler_logprobs: int,
         min_model_len: int = 1,
+        top_k: int = 0,
         compute_dtype: torch.dtype | None = None,
     ) -> ServerInfo:
         """Refuse a server that could not serve this run, before anything is trained."""
@@ -206,6 +209,17 @@ class VllmServer:
                 f"--max-model-len {min_model_len}, or shorten prompts or completions",
             ),
             (way_ok, "cannot take weights", way),
+            (  # one that cannot is named by a warning of the worker's (sampler.py)
+                not top_k or info.returns_sets is not False or info.on_cpu,
+                "returns no candidate sets, without which top_k biases every ratio",
+                "--return-sampling-mask --enable-scale-out, and VLLM_USE_V2_MODEL_RUNNER=1 in its "
+                "environment if it refuses the first",
+            ),
+            (
+                top_k or not info.returns_sets,
+                "answers no request without a top_k",
+                "no --return-sampling-mask, or give --top_k",
+            ),
             (
                 not (info.on_cpu and info.chunked_prefill),
                 "would die of the first seeded request whose prefill it splits",

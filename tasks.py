@@ -113,6 +113,11 @@ def load_task(name_or_path: str, option_overrides: dict | None = None) -> Task:
     )
 
 
+def has_epochs(task: Task) -> bool:
+    """Whether it is known how many prompts an epoch has."""
+    return task.dataset is not None and hasattr(task.rows, "__len__")
+
+
 def environment_classes(task: Task) -> list[type]:
     """Those environment factories that are classes: what they have is known before one is made."""
     factories = as_factories(task.environment_factory).values()

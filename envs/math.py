@@ -6,6 +6,7 @@
 Needs `pip install math-verify`, and the hub or a local copy of the data set (the `datasets` cache).
 """
 
+import importlib.util
 import re
 from dataclasses import dataclass
 
@@ -34,6 +35,8 @@ def dataset(options):
             f"the data set {path} cannot be read ({type(error).__name__}: {str(error)[:200]}): "
             "go online once, or copy the datasets cache; tasks without a hub: arithmetic, countdown"
         ) from error
+    if importlib.util.find_spec("math_verify") is None:  # said now and not by the first reward
+        raise ValueError("the task math checks answers with math-verify: pip install math-verify")
     if options.source == "deepmath":
         return rows  # it has a conversational prompt and a solution
     ask = "{}\nPut the final answer into \\boxed{{}}."
@@ -48,10 +51,8 @@ def dataset(options):
 
 def accuracy(completions, solution, **columns):
     """1 if math-verify finds the answers equal, 0 if not, None if the solution cannot be read."""
-    try:
-        from math_verify import parse, verify
-    except ImportError:
-        raise ImportError("the task math checks answers with math-verify: pip install it") from None
+    from math_verify import parse, verify
+
     rewards = []
     for completion, gold in zip(completions, solution):
         # Its time limit is a signal, which only a main thread may set; rewards run in others.

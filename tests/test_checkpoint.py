@@ -311,6 +311,7 @@ def test_a_prompt_is_used_up_once_all_of_its_group_is_trained_or_dropped():
     assert groups == [[2, 3], [0, 4], [0, 7]]
 
     feed = Feed.__new__(Feed)  # without worker and planner
+    feed.step, feed.planner = 3, type("Planner", (), {"left_over": None})
     feed.next_prompt, feed.used, feed.n_prompts, feed.dump = 0, set(), 100, None
     feed.worker = type("Worker", (), {"drain_ended": lambda self: (gone.pop(0), [])})()
     gone = [[1], [5], [], [0]]  # without samples, such as groups of equal rewards

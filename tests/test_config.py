@@ -61,6 +61,23 @@ def test_a_negative_number_is_a_value():
         (["--vllm_importance_sampling_clip_min", "6"], ["clip_min 6.0", "clip_max=5.0"]),
         (["--env", "no_such_task"], ["no_such_task", "arithmetic"]),
         (["--token_budget", "1"], ["--token_budget 1", "at least 2"]),
+        (["--dtype", "float16"], ["--dtype 'float16'", "--fp16 true"]),
+        (["--model_init_kwargs", '{"dtype": "float16"}'], ["--dtype 'float16'", "--fp16 true"]),
+        (["--report_to", "mlflow"], ["--report_to 'mlflow'", "wandb"]),
+        (["--vllm_server_base_url", "localhost:8000"], ["'localhost:8000'", "http://localhost"]),
+        (["--vllm_server_base_url", "http://a:1,"], ["'http://a:1,'", "commas"]),
+        (["--epsilon_high", "-0.1"], ["--epsilon_high -0.1", "negative"]),
+        (["--router_aux_loss_coef", "-1"], ["--router_aux_loss_coef -1.0", "negative"]),
+        (["--seed", "-1"], ["--seed -1", "negative"]),
+        (["--max_grad_norm", "-1"], ["--max_grad_norm -1.0", "negative"]),
+        (["--warmup_steps", "-2"], ["--warmup_steps -2.0", "negative"]),
+        (["--max_steps", "-1", "--save_steps", "0.5"], ["--save_steps 0.5", "--max_steps"]),
+        (["--fp16", "true", "--bf16", "true"], ["--fp16 True", "--bf16 true"]),
+        (["--adam_beta2", "1"], ["--adam_beta2 1.0", "[0, 1)"]),
+        (["--adam_epsilon", "0"], ["--adam_epsilon 0.0", "positive"]),
+        (["--ddp_timeout", "0"], ["--ddp_timeout 0", "positive"]),
+        (["--num_train_processes", "0"], ["--num_train_processes 0", "at least 1"]),
+        (["--lora_r", "4", "--lora_alpha", "0"], ["--lora_alpha 0", "at least 1"]),
     ],
 )
 def test_mistakes_name_the_value_and_the_remedy(argv, words):
@@ -115,6 +132,19 @@ def test_defaults_are_the_specs():
         "ddp_timeout": 1800,
         "gradient_accumulation_steps": 1,
         "trust_remote_code": False,
+        "save_strategy": "steps",
+        "save_steps": 500,
+        "fp16": False,
+        "push_to_hub": False,
+        "hub_strategy": "every_save",
+        "train_sampling_strategy": "random",
+        "log_completions": False,
+        **dict.fromkeys(
+            "output_dir run_name bf16 tf32 disable_tqdm data_seed save_total_limit hub_model_id "
+            "hub_private_repo hub_revision resume_from_checkpoint model_init_kwargs "
+            "router_aux_loss_coef chat_template_kwargs max_tool_calling_iterations "
+            "num_completions_to_print".split()
+        ),
     }
     default = Config()
     assert {name: getattr(default, name) for name in expected} == expected

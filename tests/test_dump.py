@@ -62,6 +62,7 @@ def group_of(samples, rewards, **more):
         group_id=3, row_index=9, prompts=[[{"role": "user", "content": "2+2?"}]] * n,
         completions=[[{"role": "assistant", "content": str(i)}] for i in range(n)],
         reward_kwargs={"answer": [4] * n}, completions_sequences=samples,
+        rollout_ids=[f"id{i}" for i in range(n)],
         tool_call_counts=[0] * n, tool_failure_counts=[0] * n, rewards=np.array(rewards), **more
     )  # fmt: skip
 
@@ -81,6 +82,7 @@ def test_stories_name_every_reward_and_why_a_rollout_is_not_trained():
         {"correct": None},
     ]
     assert [story["versions"] for story in told] == [[0, 0], [4, 5], [0, 0]]
+    assert [story["rollout_id"] for story in told] == ["id0", "id1", "id2"]
     assert told[1]["advantage"] == -1 and told[1]["columns"] == {"answer": 4}
     assert json.loads(json.dumps(told)) == told
     equal = dump.stories(group_of([[one], [two]], [1.0, 1.0]), {}, np.zeros(2), False)
@@ -137,6 +139,14 @@ def test_every_rollout_gets_one_line_that_says_what_became_of_it(tmp_path):
     assert [s["outcome"] for s in lines[4]["samples"]] == ["stale", "trained"]
     place = {name: lines[4]["samples"][1][name] for name in ("micro_batch", "row", "index")}
     assert place == {"micro_batch": 0, "row": 0, "index": 1}
+    # at the end of the prompts what the planner took after the last step was dropped, too
+    (tmp_path / "ends").mkdir()
+    writer = dump.Dump(tmp_path / "ends", BUDGET)
+    writer.tell([told[1]], 2)
+    writer.pulled.append(pulled[1])
+    writer.close(2, prompts_ended=True)
+    (line,) = dump.read_rollouts(tmp_path / "ends")
+    assert (line["outcome"], line["step"]) == ("stale", 2)
 
 
 def test_a_resumed_run_leaves_out_what_came_after_its_checkpoint(tmp_path):

@@ -86,12 +86,13 @@ def group_is_gone(process, within_s=20):
 
 
 def windows(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    return metrics.read_windows(tmp_path / "run/metrics.jsonl")
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_three_steps_after_each_of_which_server_and_trainer_agree(tiny_server, tmp_path, processes):
-    process = start_run(tiny_server, tmp_path, processes=processes)
+    options = ["--temperature", "0.6"] if processes == 2 else []  # log-probs are those at it
+    process = start_run(tiny_server, tmp_path, *options, processes=processes)
     code, output = finish(process, tmp_path)
     assert code == 0, output[-3000:]
     assert group_is_gone(process)
@@ -127,9 +128,11 @@ def test_one_epoch_trains_every_prompt_and_ends_by_itself(tiny_server, tmp_path)
     process = start_run(tiny_server, tmp_path, *options, task=task)
     code, output = finish(process, tmp_path)
     assert code == 0, output[-3000:]
-    trained = sum(step["batch/samples_per_step"] for step in windows(tmp_path))
+    steps = windows(tmp_path)
+    trained = sum(step["batch/samples_per_step"] for step in steps)
     # 7 prompts of 4 rollouts; a group of equal rewards is dropped, and counts toward the epoch
     assert trained % 4 == 0 and 20 <= trained <= 28, output[-3000:]
+    assert steps[-1]["epoch"] == 1  # also if the last groups to end were dropped
 
 
 # What may be null in a window of a run without tools and turns, each with its reason.

@@ -1,5 +1,6 @@
 """Environments and tools in the whole rollout loop, against the small server of test_rollout.py."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -12,6 +13,7 @@ from conftest import make_tokenizer
 from test_rollout import Run, prompts
 
 import config
+import grpo
 import rollout
 import tasks
 from environments import first_prompt
@@ -422,6 +424,9 @@ def test_a_run_without_rows_needs_a_number_of_steps(tmp_path):
     with pytest.raises(ValueError, match="owner has no dataset, .* give --max_steps"):
         config.configure(["--env", str(path)])
     chosen, task = config.configure(["--env", str(path), "--max_steps", "3"])
+    with pytest.raises(ValueError, match="--save_strategy epoch: task owner .* use .* steps"):
+        grpo.check(dataclasses.replace(chosen, save_strategy="epoch"), task)
+    grpo.check(chosen, task)
     assert task.rows == [{}] and tasks.tool_names(task) == ["increment"]
     assert tasks.reward_names(task) == ["Counter"]
 
@@ -513,7 +518,7 @@ def test_solved_prompts_leave_the_curriculum(server):
     assert len(result.to_the_end().dropped) == 4  # nobody is left out; equal rewards teach nothing
 
 
-def test_math_says_what_to_do_without_a_hub(monkeypatch):
+def test_math_says_what_to_do_without_a_hub_or_math_verify(monkeypatch):
     import datasets
 
     def no_hub(*arguments, **options):

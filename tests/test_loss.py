@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lm_head
 import loss
@@ -205,6 +206,33 @@ def test_padded_vocabulary_equals_the_vocabulary_cut_off():
     padded = lm_head.candidate_log_probs(hidden, weight * 1.0, candidates, vocab_size=10)
     cut = lm_head.candidate_log_probs(hidden, weight[:10], candidates)
     assert torch.equal(padded[0], cut[0]) and torch.equal(padded[1], cut[1])
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most elements of a tensor that any operation made."""
+
+    n = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.n = max(self.n, tensor.numel())
+        return out
+
+
+def test_no_tensor_is_larger_than_a_tile_or_the_weight():
+    n_terms, width, vocabulary, tile = 512, 8, 4096, (64, 256)
+    hidden = torch.randn(n_terms, width, requires_grad=True)
+    weight = torch.randn(vocabulary, width, requires_grad=True)
+    candidates = torch.randint(0, vocabulary, (n_terms, 9))
+    with Largest() as largest:
+        log_probs, _ = lm_head.candidate_log_probs(hidden, weight, candidates, tile=tile)
+        log_probs.sum().backward()
+    assert 64 * 256 <= largest.n <= vocabulary * width  # all logits would be 64 times that
+    with Largest() as largest:
+        (hidden @ weight.T).log_softmax(1).gather(1, candidates).sum().backward()
+    assert largest.n == n_terms * vocabulary  # what the check sees of a dense head
 
 
 def test_zero_terms_give_zero_gradients():

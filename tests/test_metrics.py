@@ -171,10 +171,13 @@ def test_what_comes_after_the_last_step_joins_its_window(tmp_path):
     metrics.flush(3)
     metrics.finish(3)  # nothing came: no line
     metrics.record("eval/pass_at_1", 0.25)
+    metrics.extend([("reward", 0.0, 3.0), ("x_count", 1, 1.0), ("completions/max_length", 7, 1.0)])
     metrics.finish(3)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     (window,) = m.read_windows(tmp_path / "metrics.jsonl")
-    assert window["reward"] == 0.5 and window["x_count"] == 2 and window["eval/pass_at_1"] == 0.25
+    assert window["reward"] == 0.125  # (0.5 * 1 + 0 * 3) / 4
+    assert window["x_count"] == 2 + 1 and window["completions/max_length"] == 7
+    assert window["eval/pass_at_1"] == 0.25 and math.isnan(window["entropy"])
     metrics.record("reward", 1.0)
     metrics.finish(4)  # a last window that is shorter than the others
     assert [w["step"] for w in m.read_windows(tmp_path / "metrics.jsonl")] == [3, 4]
@@ -182,6 +185,10 @@ def test_what_comes_after_the_last_step_joins_its_window(tmp_path):
     resumed.record("sampling/sync_check_max", 0.1)
     resumed.finish(4)  # no step was left to do
     assert m.read_windows(tmp_path / "metrics.jsonl")[-1]["reward"] == 1.0
+    hopeless = Metrics(tmp_path / "new", report_to="none")
+    hopeless.record("frac_reward_zero_std", 1.0)
+    hopeless.finish(0)  # all groups were dropped
+    assert [w["step"] for w in m.read_windows(tmp_path / "new/metrics.jsonl")] == [0]
 
 
 def test_declared_names_are_in_an_empty_window():
@@ -337,7 +344,7 @@ def test_a_tracker_that_is_not_installed_is_a_warning(tmp_path, capsys, monkeypa
     monkeypatch.setitem(sys.modules, "wandb", None)  # makes its import fail
     Metrics(tmp_path, report_to="wandb").flush(1)
     assert "wandb sink is switched off" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="report_to: unknown.*mlflow"):
+    with pytest.raises(ValueError, match="report_to .*mlflow.*: must be some of trackio"):
         Metrics(tmp_path, report_to="mlflow")
 
 

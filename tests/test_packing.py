@@ -8,6 +8,7 @@ import dataclasses
 import threading
 import time
 import types
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -730,14 +731,16 @@ def test_plans_lose_nothing_and_keep_every_limit(samples, budget, world, accumul
             len(s.input_ids) > budget or not s.trained.any() or id(s) in stale for s in samples
         )
         return
+    dropped = sum((p.dropped for p in plans), start=Counter())
+    left_over = plans and not plans[-1].micro_batches
+    if left_over:  # it only says what was dropped
+        assert plans.pop().dropped
     placed = [s for p in plans for row in p.rows for s in row.samples]
+    assert dropped.total() == len(samples) - len(placed)
     wanted = [
         s for s in samples if len(s.input_ids) <= budget and s.trained.any() and id(s) not in stale
     ]
     assert {id(s) for s in placed} == {id(s) for s in wanted} and len(placed) == len(wanted)
-    if plans:
-        dropped = sum((p.dropped for p in plans), start=plans[0].dropped.__class__())
-        assert dropped.total() <= len(samples) - len(placed)
     for i, p in enumerate(plans):
         assert p.step == i
         last = p is plans[-1]
@@ -908,6 +911,17 @@ def test_planner_hands_out_every_step_then_none():
     assert all(isinstance(p, Plan) for p in plans) and [p.step for p in plans] == [7, 8, 9]
     assert rows_of(plans) == rows_of(plan(samples, budget=12))
     assert planner.next(5) is None and planner.next(5) is None
+    assert planner.left_over is None
+    planner.close()
+
+
+def test_planner_keeps_what_was_dropped_after_the_last_step():
+    samples = [make([t] * 6, group=t) for t in range(3)]
+    samples[2].closes_group = True
+    # step 0 takes 0 and 1; 2 closes it, and is too old for step 1, which then has none
+    planner = start(source(samples), is_stale=lambda sample, step: step == 1)
+    assert planner.next(5).n_samples == 2 and planner.next(5) is None
+    assert planner.left_over.dropped == {"stale": 1} and planner.left_over.ended_groups == {2}
     planner.close()
 
 

@@ -33,7 +33,7 @@ import scoring
 import tasks
 from rollout import RolloutLoop
 from tasks import Task
-from worker import RolloutWorker
+from worker import RolloutWorker, load_tokenizer
 
 EOS = 2
 OPTIONS = dict(
@@ -44,7 +44,7 @@ OPTIONS = dict(
     score_centering=True, max_concurrent_rollouts=64, rollout_worker_timeout=20.0,
     rollout_timeout_s=None, num_train_epochs=1.0, max_steps=-1, seed=42, data_seed=None,
     train_sampling_strategy="sequential", loss="grpo", trust_remote_code=False,
-    dump_rollouts=False,
+    dump_rollouts=False, model_init_kwargs=None,
 )  # fmt: skip
 
 
@@ -277,6 +277,13 @@ def test_streaming_dataset_is_read_once_an_epoch(server):
         Run(server, EmptyLater(), first_number, num_train_epochs=2).to_the_end()
 
 
+def test_a_resumed_stream_starts_again_and_says_so(server, capsys):
+    run = Run(server, Stream(), first_number, start_index=4).to_the_end()
+    assert run.row_indices() == [0, 1, 2]
+    assert {sample.group_id for sample in run.samples} == {4, 5, 6}
+    assert "a streaming dataset starts again at its first row" in capsys.readouterr().err
+
+
 def test_datasets_of_the_hub_library(server):
     rows = datasets.Dataset.from_list(prompts(3))
     tasks.check_task(Task(rows, (plus_answer,)))
@@ -367,6 +374,19 @@ def test_unscored_rollout_is_left_out_and_changes_nothing_for_the_others(server)
         [s.advantage for s in samples], [1.4142, -0.7071, -0.7071], atol=1e-4
     )
     assert run.total("rewards/one_of_each/unscored_count") == 1
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("grpo", [2**0.5, -(2**0.5) / 2, -(2**0.5) / 2, 0]),  # (2/3, -1/3, -1/3) / (sqrt(2) / 3)
+        ("dr_grpo", [2 / 3, -1 / 3, -1 / 3, 0]),  # not divided
+    ],
+)
+def test_advantages_worked_by_hand(name, expected):
+    loop = types.SimpleNamespace(config=types.SimpleNamespace(loss=name))
+    group = types.SimpleNamespace(rewards=np.array([1.0, 0.0, 0.0, np.nan]))
+    np.testing.assert_allclose(RolloutLoop.compute_advantages(loop, group), expected, atol=1e-6)
 
 
 def plus_answer(answer, prompts, completion_ids, **columns):
@@ -540,6 +560,21 @@ def test_never_more_rollouts_in_flight_than_allowed_and_the_cap_is_used(server):
     assert len(server.requests) == 24
 
 
+def slow_number(completions, **columns):
+    time.sleep(0.1)
+    return first_number(completions)
+
+
+def test_generation_waits_while_the_scoring_queue_is_full(server, monkeypatch):
+    monkeypatch.setattr(rollout, "SCORE_QUEUE_SIZE", 1)
+    run = Run(server, prompts(6), slow_number, max_concurrent_rollouts=4).to_the_end()
+    assert len(run.samples) == 24
+    assert max(run.records["rollout/score_block_s"])[0] > 0.01
+    assert run.mean("rollout/score_wait_s") > 0.01
+    run = Run(server, prompts(2), first_number).to_the_end()
+    assert "rollout/score_block_s" not in run.records
+
+
 def test_server_load_limit_follows_the_spec():
     limit = load.LoadLimit(ceiling=64, cap=40)
     limit.update(usage=0.5, waiting=0, in_flight=40)
@@ -709,6 +744,17 @@ def test_reply_that_could_not_fit_is_left_to_the_server_with_top_k(server):
     assert run.samples  # generated, and not refused
 
 
+def test_server_without_candidate_sets_is_named_with_its_flags(server):
+    def client():
+        return sampler.Sampler(server.url, "m", max_tokens=4, top_k=4, timeout_s=5)
+
+    with pytest.warns(UserWarning, match="ratio is biased: start it with --return-sampling-mask"):
+        asyncio.run(started(client()))
+    server.has_generate = False
+    with pytest.raises(ValueError, match="with top_k .* restart it with --enable-scale-out"):
+        asyncio.run(started(client()))
+
+
 def test_other_model_and_truncation_without_top_k_are_refused(server):
     other = sampler.Sampler(server.url, "other", max_tokens=4, timeout_s=5)
     with pytest.raises(ValueError, match=r"serves \['m'\], not 'other'"):
@@ -796,6 +842,10 @@ def test_filtered_prompts_count_as_consumed_and_an_empty_epoch_raises(server):
     run = Run(server, prompts(5), first_number, loop=Odd).to_the_end()
     assert run.row_indices() == [1, 3] and run.dropped == [0, 2, 4] and Odd.closed
     assert run.total("rollout/filtered_count") == 3
+    Odd.closed = False
+    with pytest.raises(RuntimeError, match="reward broken raised"):
+        Run(server, prompts(5), broken, loop=Odd).to_the_end()
+    assert Odd.closed  # also after a failure
     with pytest.raises(RuntimeError, match="filter_prompt rejected every prompt of epoch 1"):
         Run(server, prompts(3), first_number, loop=EvenEpochs, max_steps=9).to_the_end()
 
@@ -950,6 +1000,18 @@ def test_worker_delivers_every_group_and_ends_by_itself(
         pid = worker._process.pid
     assert not is_alive(pid)
     worker.stop()  # again: nothing happens
+
+
+def test_the_workers_tokenizer_is_of_the_models_revision(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "transformers.AutoTokenizer.from_pretrained",
+        lambda path, **options: asked.append((path, options)),
+    )
+    for init, revision in ((None, "main"), ({"revision": "v2"}, "v2"), ({"dtype": "auto"}, "main")):
+        load_tokenizer("org/model", OPTIONS | {"model_init_kwargs": init})
+        expected = {"revision": revision, "trust_remote_code": False}
+        assert asked.pop() == ("org/model", expected)
 
 
 def test_crash_of_the_reward_reaches_the_trainer_with_its_traceback(server, tokenizer_folder):

@@ -28,9 +28,11 @@ import torch.multiprocessing as mp
 from conftest import make_tokenizer, start_server, stop_server
 from torch import nn
 
+import grpo
 import sync
 import transfer
 import weights
+from config import Config
 from server import Fleet, ServerError, VllmServer
 
 # ------------------------------------------------------------------------------ a server that lies
@@ -325,6 +327,42 @@ def test_a_server_that_cannot_serve_the_run_is_refused_with_the_remedy(
     with pytest.raises(ValueError, match=remedy) as caught:
         server.check("tiny", num_sampler_logprobs=8, min_model_len=100)
     assert "\n" not in str(caught.value)
+
+
+def test_candidate_sets_and_top_k_come_together(liar):
+    server, config = VllmServer(liar.url, 5), liar.info["vllm_config"]
+    needs = dict(num_sampler_logprobs=8)
+    server.check("tiny", **needs, top_k=20)  # too old to know the flag: the worker warns
+    config["model_config"]["return_sampling_mask"] = False
+    server.check("tiny", **needs, top_k=20)  # a CPU build, which cannot
+    config["device_config"]["device"] = "cuda"
+    config["weight_transfer_config"] = {"backend": "nccl"}
+    server.check("tiny", **needs)
+    with pytest.raises(ValueError, match="--return-sampling-mask --enable-scale-out"):
+        server.check("tiny", **needs, top_k=20)
+    config["model_config"]["return_sampling_mask"] = True
+    server.check("tiny", **needs, top_k=20)
+    with pytest.raises(ValueError, match="no --return-sampling-mask, or give --top_k"):
+        server.check("tiny", **needs)
+
+
+def test_the_run_asks_of_a_server_what_it_needs():
+    asked = {}
+
+    class Fleet:
+        def wait_until_ready(self, progress):
+            pass
+
+        def check(self, model_name, **needs):
+            asked.update(needs)
+
+    def needs(**options):
+        grpo.connect(Fleet(), Config(max_completion_length=40, **options))
+        return asked["num_sampler_logprobs"], asked["min_model_len"], asked["top_k"]
+
+    assert needs() == (8, 41, 0)
+    assert needs(score_centering=False) == needs(loss="cispo") == (0, 41, 0)
+    assert needs(top_k=20) == (8, 2, 20)  # the server ends a turn that does not fit
 
 
 def test_a_server_with_another_model_or_without_dev_mode_is_refused(liar):

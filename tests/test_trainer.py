@@ -1,6 +1,7 @@
 """The training step: what a split over ranks, micro-batches and rows must not change."""
 
 import dataclasses
+import types
 
 import numpy as np
 import pytest
@@ -176,6 +177,64 @@ def _gathered(rank):
     return update.gather_metrics([metrics], torch.tensor(3.0))
 
 
+def sampled_at(folder, temperature):
+    """(samples, samples): two that the model draws, with log-probs at the temperature, and raw."""
+    causal_lm = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = []
+    for sample in make_samples(n_groups=2, group_size=1):
+        ids = sample.input_ids[:6].tolist()
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(len(found))
+            for _ in range(16):
+                logits = causal_lm(torch.tensor([ids])).logits[0, -1]
+                ids.append(int(torch.multinomial((logits / temperature).softmax(0), 1)))
+            logits = causal_lm(torch.tensor([ids])).logits[0, :-1]
+        targets = torch.tensor(ids[1:])[:, None]
+        at, raw = ((logits / t).log_softmax(1).gather(1, targets)[:, 0] for t in (temperature, 1))
+        trained = np.arange(len(ids)) >= 6
+        options = dict(input_ids=np.array(ids, np.int32), trained=trained)
+        options |= dict(top_ids=np.zeros((16, 0), np.int32), versions=np.where(trained, 0, -1))
+        options |= dict(top_log_probs=np.zeros((16, 0), np.float32))
+        sample = dataclasses.replace(sample, **options)
+        log_probs = [np.append(0, values.numpy()).astype(np.float32) for values in (at, raw)]
+        found.append([dataclasses.replace(sample, sampler_log_probs=given) for given in log_probs])
+    return zip(*found)
+
+
+def metrics_of(rank, folder, config, samples):
+    policy = model.load_policy(config, folder, torch.device("cpu"))
+    model.shard(policy, torch.device("cpu"), torch.float32, compile_layers=False)
+    row = packing.pack_row(samples, BUDGET).to("cpu")
+    tree = attention.TreeMask(row).prepare(policy.model.config)
+    share, clock = feed.Share([samples], [32], [1.0]), grpo.Clock(torch.device("cpu"))
+    seen = update.forward_backward(policy, config, share, [row], [tree], clock)
+    records, *_ = update.gather_metrics(seen, torch.tensor(0.0))
+    return {name: value for name, value, _ in records}
+
+
+def test_the_ratio_is_one_at_the_samplers_temperature(tiny_folder, one_rank):
+    config = dataclasses.replace(CONFIG, temperature=0.6, score_centering=False)
+    name = "sampling/importance_sampling_ratio"
+    at_temperature, raw = sampled_at(tiny_folder, 0.6)
+    found = one_rank(metrics_of, tiny_folder, config, list(at_temperature))
+    assert found[f"{name}/min"] == pytest.approx(1, abs=1e-4)
+    assert found[f"{name}/max"] == pytest.approx(1, abs=1e-4)
+    found = one_rank(metrics_of, tiny_folder, config, list(raw))  # what processed_logprobs prevents
+    assert found[f"{name}/mean"] > 1.2
+
+
+def test_all_ids_that_end_a_turn_count():
+    def ids(generation, tokenizer):
+        config = generation and types.SimpleNamespace(eos_token_id=generation[0])
+        return model.end_token_ids(
+            types.SimpleNamespace(generation_config=config),
+            types.SimpleNamespace(eos_token_id=tokenizer),
+        )
+
+    assert ids([[7, 8]], 9) == [7, 8, 9] and ids([[7, 8]], 8) == [7, 8]
+    assert ids([7], None) == [7] and ids([None], 9) == ids(None, 9) == [9]
+
+
 def test_an_infinite_gradient_stops_the_run():
     module = torch.nn.Linear(2, 1, bias=False)
     module.weight.grad = torch.tensor([[1.0, float("inf")]])
@@ -314,3 +373,75 @@ def test_a_long_wait_says_what_became_of_the_groups(monkeypatch, capsys):
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith("waiting for samples for 0 s; meanwhile 7 groups taught nothing")
     assert feed.waiting(61.2, 0) == "waiting for samples for 61 s"
+
+
+def test_the_time_in_the_queue_ends_where_the_step_begins(monkeypatch):
+    now = [103.0]
+    monkeypatch.setattr(feed.time, "time", lambda: now[0])
+    samples = make_samples(n_groups=1, group_size=2)
+    for sample, created_at in zip(samples, (100.0, 101.0)):
+        sample.created_at = created_at
+    options = dict(token_budget=BUDGET, world_size=1, gradient_accumulation_steps=1, first_step=1)
+    (plan,) = planner.plan_steps(samples, **options)
+    allowed = []
+    worker = {
+        "n_dropped": 0,
+        "queue_size": 5,
+        "check": lambda s: 0,
+        "release": lambda s, n: 0,
+        "drain_records": lambda s: [],
+        "set_allowance": lambda s, n: allowed.append(n),
+    }
+    fed = feed.Feed.__new__(feed.Feed)
+    fed.config, fed.budget, fed.pad, fed.evaluation = CONFIG, BUDGET, None, None
+    fed.pulled_tokens, fed.released_tokens, fed.n_tokens = 40, 10, 0
+    fed.next_prompt, fed.used, fed.n_prompts = 0, set(), 1
+    fed.worker = type("Worker", (), worker)()
+    fed.planner = type("Planner", (), {"next": lambda s, timeout: plan})()
+    fed.plan = fed._wait(must_sync=lambda: False)
+    now[0] = 110.0  # forward and backward take seven seconds
+    found = {name: (value, weight) for name, value, weight in fed.records()}
+    assert found["sample/time_in_queue_s"] == (2.5, 2)  # 3 and 2 seconds
+    assert found["rollout/queue_size"] == (5, 1)
+    for max_staleness in (0, 1, 4):  # max(max_staleness, 1) times the step's 30 tokens
+        fed.config = dataclasses.replace(CONFIG, max_staleness=max_staleness)
+        fed._allow(fed.step_tokens)
+    assert allowed == [30, 30, 120]
+
+
+def test_what_is_dropped_after_the_last_step_is_counted():
+    fed = feed.Feed.__new__(feed.Feed)
+    fed.step, fed.plan, fed.dump, fed.evaluation = 7, None, None, None
+    fed.next_prompt, fed.used, fed.n_prompts = 6, {7}, 10
+    late = [("reward", 1.0, 8.0)]
+    worker = {"drain_ended": lambda s: ([6, 9], []), "drain_records": lambda s: late}
+    fed.worker = type("Worker", (), worker)()
+    dropped = planner.Counter(stale=3, oversize=1)
+    fed.planner = type("Planner", (), {"left_over": planner.Plan(8, [], dropped, {8})})()
+    fed._use_prompts()
+    assert fed.next_prompt == 10 and not fed.used
+    assert fed.finish() == [
+        ("reward", 1.0, 8.0),
+        ("sample/dropped_stale_count", 3, 1),
+        ("batch/dropped_oversize_count", 1, 1),
+        ("epoch", 1.0, 1),
+    ]
+
+
+def test_rates_of_a_step_are_amounts_over_its_seconds(one_rank, monkeypatch):
+    def found():
+        plan = types.SimpleNamespace(n_tokens=100, n_trained=[10, 20])
+        seconds = {"perf/step_s": 8.0, "perf/fwd_bwd_s": 2.0}
+        records = grpo.speed(seconds, plan, 5e11, torch.device("cpu"), CONFIG)
+        return {name: (value, weight) for name, value, weight in records}
+
+    assert found() == {
+        "perf/step_s": (8.0, 1.0),
+        "perf/fwd_bwd_s": (2.0, 1.0),
+        "perf/fwd_bwd_forwarded_tokens_per_s": (50.0, 2.0),  # 100 tokens in 2 s; weighs 2 s
+        "perf/wall_clock_forwarded_tokens_per_s": (12.5, 8.0),
+        "perf/wall_clock_trained_tokens_per_s": (3.75, 8.0),  # 10 + 20 in 8 s
+    }
+    monkeypatch.setattr(model, "peak_flops", lambda device, dtype: 1e12)
+    assert found()["perf/fwd_bwd_mfu"] == (25.0, 2.0)  # 5e11 in 2 s of 1e12 a second, in per cent
+    assert found()["perf/wall_clock_mfu"] == (6.25, 8.0)
