@@ -16,7 +16,7 @@ from envs import arithmetic
 
 config_overrides = arithmetic.config_overrides | {
     "max_completion_length": 24,
-    "learning_rate": 1e-5,  # at 2e-5 a small model soon adds whatever is asked: 0.6
+    "learning_rate": 1e-5,  # at 2e-5 a small model soon adds, whatever is asked
     "max_steps": 16,
 }
 
@@ -45,14 +45,16 @@ def dataset(options):
         solved.append({"role": "user", "content": QUESTION.format(numbers, names, target)})
         solved.append({"role": "assistant", "content": solution})
     while len(rows) < options.n_prompts:
-        numbers = [rng.randint(1, options.largest) for _ in range(options.numbers)]
-        target = Fraction(numbers[0])
-        for n in numbers[1:]:
-            target = OPERATIONS[rng.choice(options.operations)](target, n)
-        if target.denominator == 1 and target > 0:
-            shown = ", ".join(map(str, rng.sample(numbers, len(numbers))))
-            prompt = [*solved, {"role": "user", "content": QUESTION.format(shown, names, target)}]
-            rows.append({"prompt": prompt, "numbers": sorted(numbers), "target": int(target)})
+        operations = rng.choices(options.operations, k=options.numbers - 1)  # none is the likelier
+        target = Fraction(0)
+        while target <= 0 or target.denominator > 1:
+            numbers = [rng.randint(1, options.largest) for _ in range(options.numbers)]
+            target = Fraction(numbers[0])
+            for operation, n in zip(operations, numbers[1:]):
+                target = OPERATIONS[operation](target, n)
+        shown = ", ".join(map(str, rng.sample(numbers, len(numbers))))
+        prompt = [*solved, {"role": "user", "content": QUESTION.format(shown, names, target)}]
+        rows.append({"prompt": prompt, "numbers": sorted(numbers), "target": int(target)})
     return rows
 
 
