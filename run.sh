@@ -4,7 +4,8 @@
 #
 # Every --option goes to grpo.py (python grpo.py --help). Environment variables:
 #   MODEL=NAME ENV=NAME              the same as --model and --env
-#   TRAIN_GPUS=1 VLLM_GPUS=0         which GPUs train and which serve; by default the second and first half
+#   TRAIN_GPUS=1 VLLM_GPUS=0         which GPUs train and which serve; by default the second and first half,
+#                                    or, where no server is started, all train
 #   PORT=N MAX_MODEL_LEN=N           the server's port (default: a free one) and longest prompt +
 #                                    completion
 #   VLLM_ARGS="..."                  more options for the server; with --enable-lora in them a LoRA
@@ -75,7 +76,7 @@ fi
 
 # ---- check everything that needs no server; fetch the embedded model -----------------------------------
 options=(${MODEL:+--model "$MODEL"} ${ENV:+--env "$ENV"} "$@")
-if [ "$gpus" -gt 0 ] && [[ " ${options[*]} " != *" --env "* ]]; then
+if [ "$gpus" -gt 0 ] && ! grep -qE -- ' --(env|replay)[= ]' <<< " ${options[*]} "; then
   # the default task at a size for a GPU; what is given on the command line comes later and wins
   options=(--digits 2 --num_generations 16 --token_budget 4096 --learning_rate 1e-5 --max_staleness 4
     --max_steps 80 "${options[@]}")
@@ -169,6 +170,9 @@ fi
 
 # ---- the trainer --------------------------------------------------------------------------------------
 command=("$python")
+if [ "$gpus" -gt 0 ]; then
+  : "${train_gpus:=${TRAIN_GPUS:-${CUDA_VISIBLE_DEVICES:-$(gpu_list 0 $((gpus - 1)))}}}"
+fi
 train_gpus=${train_gpus:-}
 : "${TRAIN_PROCESSES:=$(tr , '\n' <<< "$train_gpus" | wc -l)}" # one a GPU, one on the CPU
 if [ "$TRAIN_PROCESSES" -gt 1 ]; then

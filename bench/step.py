@@ -335,8 +335,6 @@ def run(args):
     torch._dynamo.reset()
     again.measure("one log-prob, graph of its own", second, "none")
     again.measure("one log-prob, graph for any length", first, "none")
-    again.policy.set_reshard_after_forward(False)
-    again.measure("... and layers stay gathered", first, "none")
     release(again)
 
     def ratio(text, goal, mine, other, label="one log-prob", other_label="one log-prob"):

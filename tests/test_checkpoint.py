@@ -54,10 +54,11 @@ def curve(rank, folder, config, run, *, resume=None, stop=50, device=CPU):
         state = checkpoint.load_state(resume)
         checkpoint.restore(resume, policy, optimizer, scheduler, state["step"])
         saves.resume(state)
+    pad = packing.bucket if device.type == "cuda" else None  # or each length is compiled
     replay = Replay(config, None, state)
     for step in range(state["step"] + 1 if state else 1, stop + 1):
         share = replay.next()
-        rows = [packing.pack_row(samples, BUDGET).to(device) for samples in share.rows]
+        rows = [packing.pack_row(samples, BUDGET, pad).to(device) for samples in share.rows]
         trees = [attention.TreeMask(row).prepare(policy.model.config) for row in rows]
         seen = update.forward_backward(policy, config, share, rows, trees, grpo.Clock(device))
         norm = update.clip_gradients(policy, config.max_grad_norm)

@@ -1,4 +1,5 @@
-"""The README's first command, with a tiny model: it starts its own server, and leaves nothing."""
+"""The README's first command, with a tiny model: it starts its own server, and leaves nothing; and
+which GPUs it gives to whom."""
 
 import os
 import re
@@ -9,8 +10,6 @@ import time
 
 import pytest
 from test_end_to_end import ROOT, TASK, finish, group_is_gone
-
-pytestmark = pytest.mark.server
 
 
 def start_run_sh(folder, tmp_path, *options):
@@ -44,6 +43,7 @@ def own_folder(tiny_folder, tmp_path):
     return folder
 
 
+@pytest.mark.server
 def test_run_sh_trains_draws_and_leaves_nothing(own_folder, tmp_path):
     process = start_run_sh(own_folder, tmp_path, "--max_steps", "2")
     code, output = finish(process, tmp_path, timeout=300)
@@ -54,6 +54,7 @@ def test_run_sh_trains_draws_and_leaves_nothing(own_folder, tmp_path):
     assert group_is_gone(process) and ours(own_folder) == []
 
 
+@pytest.mark.server
 def test_ctrl_c_stops_server_and_trainer_within_20_seconds(own_folder, tmp_path):
     process = start_run_sh(own_folder, tmp_path, "--max_steps", "100000")
     deadline = time.monotonic() + 240
@@ -64,3 +65,49 @@ def test_ctrl_c_stops_server_and_trainer_within_20_seconds(own_folder, tmp_path)
     code, _ = finish(process, tmp_path, timeout=20)
     assert code == 130
     assert ours(own_folder) == []
+
+
+# Stands for an interpreter on a machine with GPUs: what would be started is written down instead.
+INTERPRETER = """#!/bin/sh
+case "$*" in
+  *--prepare*) exec {python} "$@" ;;
+  -c*) echo 1234 ;;
+  *grpo.py*) sleep 0.5; echo "train on $CUDA_VISIBLE_DEVICES: $*" >> {log} ;;
+  *serve*) echo "serve on $CUDA_VISIBLE_DEVICES" >> {log}; exec sleep 30 ;;
+esac
+"""
+THEIRS = ["--vllm_server_base_url", "http://127.0.0.1:9", "--env=countdown"]
+
+
+@pytest.mark.parametrize(
+    "options, variables, serving, training, processes, is_default_task",
+    [
+        ([], {}, "0,1", "2,3", 2, True),
+        ([], {"TRAIN_GPUS": "1", "VLLM_GPUS": "0"}, "0", "1", 1, True),
+        (THEIRS, {}, None, "0,1,2,3", 4, False),
+    ],
+)
+def test_who_gets_which_of_four_gpus(
+    tiny_folder, tmp_path, options, variables, serving, training, processes, is_default_task
+):
+    log = tmp_path / "log"
+    scripts = {
+        "nvidia-smi": "#!/bin/sh\nfor i in 0 1 2 3; do echo GPU $i; done\n",
+        "python": INTERPRETER.format(python=sys.executable, log=log),
+    }
+    for name, text in scripts.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = {n: v for n, v in os.environ.items() if n != "CUDA_VISIBLE_DEVICES"} | variables
+    environment |= {"PYTHON": str(tmp_path / "python"), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", "run.sh", "--model", str(tiny_folder), *options]
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
+    started = sorted(log.read_text().splitlines())
+    if serving:
+        assert started.pop(0) == f"serve on {serving}"
+    (trainer,) = started
+    assert trainer.startswith(f"train on {training}:")
+    assert ("--nproc-per-node" in trainer) == (processes > 1)
+    assert processes == 1 or f"--nproc-per-node {processes} grpo.py" in trainer
+    assert ("--digits 2" in trainer) == is_default_task
