@@ -56,7 +56,7 @@ def estimate(
     n_layers = len(layers(policy))
     layer = sum(p.numel() for p in layers(policy).parameters()) / n_layers
     root = sum(p.numel() for p in policy.parameters()) - n_layers * layer
-    at_once = 2 if shards > 1 else n_layers  # without shards layers stay gathered
+    at_once = 2 if shards > 1 or cpu_offload else n_layers  # else layers stay gathered
     gathered = (root + at_once * layer) * width + (root + layer) * (width + 4)
     tile = min(row_tokens, GPU_TILE[0]) * min(config.vocab_size, GPU_TILE[1]) * TILE_BYTES
     fixed = (0 if cpu_offload else held / shards) + gathered + tile

@@ -308,9 +308,9 @@ def shard(policy, device, compute_dtype, compile_layers, *, replicas=1, cpu_offl
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
     for layer in layers(policy):
-        # Without shards there is nothing to free: gathered again, a layer would only be copied
-        # once more.
-        fully_shard(layer, **options, reshard_after_forward=world > replicas)
+        # Where a rank holds all shards there is nothing to free: gathered again, a layer would only
+        # be copied once more.
+        fully_shard(layer, **options, reshard_after_forward=world > replicas or cpu_offload)
     fully_shard(policy, **options)
     for module in policy.modules():
         if isinstance(module, FSDPModule):

@@ -68,6 +68,11 @@ def test_states_and_layers_by_hand(one_rank, tmp_path):
     )
     whole = memory.estimate(policy, shards=2, whole_gradients=True, **options)
     assert whole["none"] == expected + 4 * total
+    # one rank alone keeps all three layers gathered, unless its masters are in host memory
+    alone = memory.estimate(policy, shards=1, **options)
+    assert alone["none"] == 16 * total + (root + 3 * layer) * 2 + (root + layer) * 6
+    offloaded = memory.estimate(policy, shards=1, cpu_offload=True, **options)
+    assert offloaded["none"] == (root + 2 * layer) * 2 + (root + layer) * 6
     # 5 x 32 + 3 x (32 + 16 + 16) + 2 x 48 elements a token and layer
     assert memory.layer_elements(policy.model.config) == 5 * 32 + 3 * 64 + 2 * 48
 
