@@ -2,13 +2,12 @@
 
     AdapterSender     a sender for sync_weights(): writes version n as a folder, has servers load it
     adapter_problem() why an adapter cannot be served as such: then it is merged (weights.py)
-    Adapters          the worker's side: which version a rollout samples from, and until when
 
 A version is a name of its own, so no request changes its weights on the way: a rollout that began
 under version n ends under it. With S = max_staleness, at version v
 
     registered      v - S ... v, and v - S - 1 until the next sync: S + 2 slots (--max-loras)
-    rollouts        of v - S ... v go on; older ones are stopped by the worker, dropped and counted
+    rollouts        of v - S ... v go on; older ones are stopped (router.py), dropped and counted
     files           <output_dir>/.vllm_lora/espalier-vN, written aside and renamed, deleted with the
                     name. A serving cache: checkpoints keep the adapter
 

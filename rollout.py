@@ -26,7 +26,7 @@ the server has acknowledged it; each token is labelled by the server's own accou
 The process around the loop is worker.py, what it learns from tasks.py. The parts of a rollout:
 template.py (messages and ids), sampler.py (the server), tools.py, environments.py, chat.py (turns
 to samples); a group's rewards and metrics: scoring.py; the server's load: load.py.
-Several servers as one: samplers.py. Left out: evaluation.
+Which of several servers is asked: router.py. Left out: evaluation.
 Test: pytest tests/test_rollout.py
 """
 
@@ -47,8 +47,8 @@ import dump
 from environments import Environments, methods
 from load import LoadLimit, parse_load
 from prompts import prompts
+from router import Router, Stale
 from sampler import RequestRefused, Sampler, ServerLost
-from samplers import Samplers, Stale
 from scoring import (
     FinishedRollout,
     RolloutGroup,
@@ -249,7 +249,7 @@ class RolloutLoop:
             )
             for i, url in enumerate(config.vllm_server_base_url.split(","))
         ]
-        self.sampler = Samplers(samplers, lambda: self.version, config.max_staleness)
+        self.sampler = Router(samplers, lambda: self.version, config.max_staleness)
         self.load_limit = LoadLimit(config.max_concurrent_rollouts, config.max_concurrent_rollouts)
         self.records = []  # (name, value, weight) since the last message
         self.template = ChatTemplate(tokenizer, config.chat_template_kwargs)

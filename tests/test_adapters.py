@@ -18,8 +18,8 @@ from test_sync import LyingServer, Trainer, prompts
 
 import adapters
 import sync
+from router import Router, Stale
 from sampler import Sampler
-from samplers import Samplers, Stale
 from server import Fleet, ServerError
 
 LORA_CALLS = ["/v1/models", "/v1/load_lora_adapter"]
@@ -336,13 +336,13 @@ def test_a_rollout_ends_under_its_own_adapter_or_is_stopped_and_no_name_is_gone(
         options = {"max_tokens": 400, "adapter": adapters.MODEL_NAME, "timeout_s": 60.0}
         sampler = Sampler(server.url, lora_server.name, **options)
         sampler.parameters["ignore_eos"] = True
-        pool = Samplers([sampler], lambda: version, max_staleness=1)
-        sender.oldest_in_use = pool.stop_stale
-        await pool.start()
+        router = Router([sampler], lambda: version, max_staleness=1)
+        sender.oldest_in_use = router.stop_stale
+        await router.start()
 
         async def rollout():
-            pool.pin()
-            return await pool.sample(prompt, version)
+            router.pin()
+            return await router.sample(prompt, version)
 
         living = asyncio.create_task(rollout())
         await asyncio.sleep(0.2)  # it is sampling
@@ -354,16 +354,16 @@ def test_a_rollout_ends_under_its_own_adapter_or_is_stopped_and_no_name_is_gone(
         dying = asyncio.create_task(rollout())
         await asyncio.sleep(0.2)
         await push()  # version 3: it may go on
-        pool.stop_stale()
+        router.stop_stale()
         await asyncio.sleep(0.05)
         assert not dying.done()
         await push()  # version 4: it may not
-        pool.stop_stale()
+        router.stop_stale()
         with pytest.raises(Stale):
             await dying
         await push()
         turns.append(await rollout())
-        await pool.close()
+        await router.close()
         return turns
 
     move(model, seed=0)

@@ -1,17 +1,17 @@
-"""The servers of a run as one sampler: requests to the least loaded, and adapters by version.
+"""Which server a request goes to, and from which adapter a rollout samples.
 
-    Samplers     what the rollout loop samples from: one Sampler a server
+    Router       what the rollout loop samples from: one Sampler a server
     Stale        a rollout's adapter is more than max_staleness syncs old: it is dropped and counted
 
-With several servers, one that does not answer is left out and its requests go to another. It is
-let in again when it answers under the version that the trainer has announced: a server that was
-restarted says "default", one that missed a sync an older number. With one server nothing of this
-happens; its Sampler waits for it.
+With several servers the least loaded is asked; one that does not answer is left out, and its
+requests go to another. It is let in again when it answers under the version that the trainer has
+announced: a server that was restarted says "default", one that missed a sync an older number. With
+one server nothing of this happens; its Sampler waits for it.
 
-With adapters every rollout samples from the adapter that was
-the newest when it began, all of its turns, and is stopped when that is too old (adapters.py).
+With adapters every rollout samples from the adapter that was the newest when it began, all of its
+turns, and is stopped when that is too old (adapters.py).
 
-Test: pytest tests/test_samplers.py
+Test: pytest tests/test_router.py
 """
 
 import asyncio
@@ -36,8 +36,8 @@ class Stale(Exception):
     """The rollout's adapter is gone, or about to be."""
 
 
-class Samplers:
-    """One Sampler of several. `version()` is the newest that the trainer has announced."""
+class Router:
+    """Several Samplers as one. `version()` is the newest that the trainer has announced."""
 
     def __init__(self, samplers: list[Sampler], version: Callable[[], int], max_staleness: int):
         self.samplers, self.version, self.max_staleness = samplers, version, max_staleness
