@@ -338,8 +338,34 @@ def check_config(config):
             raise ValueError(f"--{name} {getattr(config, name)!r}: {rule}")
 
     c = config
+    for rule, holds, names in (
+        (
+            "must be at least 1",
+            lambda value: value >= 1,
+            "max_completion_length num_completions_to_print gradient_accumulation_steps "
+            "weight_sync_steps max_concurrent_rollouts save_total_limit logging_steps eval_prompts "
+            "lora_r lora_alpha num_train_processes replicas",
+        ),
+        ("must be at least 2", lambda value: value >= 2, "token_budget"),
+        (
+            "must not be negative",
+            lambda value: value >= 0,
+            "epsilon epsilon_high num_sampler_logprobs max_staleness max_tool_calling_iterations "
+            "router_aux_loss_coef learning_rate warmup_steps weight_decay max_grad_norm "
+            "check_sync_every diagnose_steps seed data_seed",
+        ),
+        (
+            "must be positive",
+            lambda value: value > 0,
+            "adam_epsilon tool_timeout_s rollout_timeout_s rollout_worker_timeout "
+            "vllm_server_timeout ddp_timeout",
+        ),
+        ("must be in [0, 1)", lambda value: 0 <= value < 1, "min_p adam_beta1 adam_beta2"),
+    ):
+        for name in names.split():
+            value = getattr(c, name)
+            need(value is None or holds(value), name, rule)
     need(c.num_generations >= 2, "num_generations", "a group needs 2 rollouts to have a baseline")
-    need(c.max_completion_length >= 1, "max_completion_length", "must be at least 1")
     need(
         c.temperature > 0,
         "temperature",
@@ -347,26 +373,15 @@ def check_config(config):
     )
     need(0 < c.top_p <= 1, "top_p", "must be in (0, 1]")
     need(c.top_k >= 0, "top_k", "must be 0 (all tokens) or more")
-    need(c.min_p is None or 0 <= c.min_p < 1, "min_p", "must be in [0, 1)")
     if (c.top_p < 1 or (c.min_p or 0) > 0) and not c.top_k:
         raise ValueError(
             "--top_p and --min_p need --top_k too: it bounds the candidate set (try 512)"
         )
-    for name in (
-        *("epsilon", "epsilon_high", "router_aux_loss_coef", "warmup_steps", "weight_decay"),
-        *("max_grad_norm", "check_sync_every", "seed", "data_seed"),
-    ):
-        value = getattr(c, name)
-        need(value is None or value >= 0, name, "must not be negative")
-    for name in ("adam_beta1", "adam_beta2"):
-        need(0 <= getattr(c, name) < 1, name, "must be in [0, 1)")
-    need(c.adam_epsilon > 0, "adam_epsilon", "must be positive")
     need(
         0 <= c.vllm_importance_sampling_clip_min < c.vllm_importance_sampling_clip_max,
         "vllm_importance_sampling_clip_min",
         f"must be below vllm_importance_sampling_clip_max={c.vllm_importance_sampling_clip_max}",
     )
-    need(c.num_sampler_logprobs >= 0, "num_sampler_logprobs", "must not be negative")
     need(
         c.loss != "gspo" or c.epsilon < 0.05,
         "epsilon",
@@ -378,44 +393,11 @@ def check_config(config):
         "num_sampler_logprobs",
         "score centering needs at least 1; or give --score_centering false",
     )
-    need(c.token_budget is None or c.token_budget >= 2, "token_budget", "must be at least 2")
-    need(c.gradient_accumulation_steps >= 1, "gradient_accumulation_steps", "must be at least 1")
-    need(c.max_staleness >= 0, "max_staleness", "must not be negative")
-    need(
-        c.max_tool_calling_iterations is None or c.max_tool_calling_iterations >= 0,
-        "max_tool_calling_iterations",
-        "must not be negative",
-    )
-    for name in (
-        "tool_timeout_s",
-        "rollout_timeout_s",
-        "rollout_worker_timeout",
-        "vllm_server_timeout",
-        "ddp_timeout",
-    ):
-        seconds = getattr(c, name)
-        need(seconds is None or seconds > 0, name, "must be positive")
-    need(
-        c.num_completions_to_print is None or c.num_completions_to_print >= 1,
-        "num_completions_to_print",
-        "must be at least 1",
-    )
-    need(c.weight_sync_steps >= 1, "weight_sync_steps", "must be at least 1")
-    need(c.max_concurrent_rollouts >= 1, "max_concurrent_rollouts", "must be at least 1")
     need(c.save_steps > 0, "save_steps", "must be positive; --save_strategy no saves none")
-    need(
-        c.save_total_limit is None or c.save_total_limit >= 1,
-        "save_total_limit",
-        "must be at least 1",
-    )
     for name in ("save_steps", "warmup_steps"):
         fraction = 0 < getattr(c, name) < 1
         need(not fraction or c.max_steps > 0, name, "a fraction of max_steps needs --max_steps")
-    need(c.diagnose_steps >= 0, "diagnose_steps", "must not be negative")
-    need(c.logging_steps >= 1, "logging_steps", "must be at least 1")
-    need(c.learning_rate >= 0, "learning_rate", "must not be negative")
     need(c.eval_steps >= 1, "eval_steps", "must be at least 1; without --eval_env there is no one")
-    need(c.eval_prompts >= 1, "eval_prompts", "must be at least 1")
     need(not c.replay or not c.eval_env, "eval_env", "a replay has no server to evaluate with")
     need(not c.replay or not c.dump_rollouts, "dump_rollouts", "the replayed run has that dump")
     need(
@@ -430,10 +412,7 @@ def check_config(config):
         "must be auto, none, selective, full, true or false",
     )
     need(not (c.fp16 and c.bf16), "fp16", "excludes --bf16 true")
-    for name in ("lora_r", "lora_alpha", "num_train_processes"):
-        need(getattr(c, name) is None or getattr(c, name) >= 1, name, "must be at least 1")
     need(c.lora_r or c.lora_alpha is None, "lora_alpha", "needs --lora_r")
-    need(c.replicas >= 1, "replicas", "must be at least 1")
     need(
         all(re.match(r"https?://[^/ ]", url) for url in c.vllm_server_base_url.split(",")),
         "vllm_server_base_url",
