@@ -41,16 +41,16 @@ __all__ = ["WorkerExtension"]  # the server imports it from here
 Sender = FileSender | NcclSender | AdapterSender
 
 
-def sync_weights(fleet: Fleet, sender: Sender, version: int, *, group=None) -> dict[str, float]:
+def sync_weights(fleet: Fleet, sender: Sender, version: int) -> dict[str, float]:
     """Make the servers sample from the trainer's weights, under `version`; -> seconds by metric.
 
-    Collective over `group` (None: all ranks; without torch.distributed: this process). Rank 0's
-    error is raised on every rank. The group's timeout must be longer than the servers', since the
-    others wait while rank 0 talks to them.
+    Collective (without torch.distributed: this process alone). Rank 0's error is raised on every
+    rank. The process group's timeout must be longer than the servers', since the others wait while
+    rank 0 talks to them.
     """
     start = time.perf_counter()
     seconds = dict.fromkeys(("pause", "barrier", "transfer"), 0.0)
-    first = is_first(group)
+    first = is_first()
 
     def commit(server):
         server.reset_caches()
@@ -63,13 +63,13 @@ def sync_weights(fleet: Fleet, sender: Sender, version: int, *, group=None) -> d
     if first:
         fleet.readmit()
     try:
-        together(lambda: sender.stage(version), group, seconds, "transfer")
+        together(lambda: sender.stage(version), seconds, "transfer")
         if sender.pauses:
-            together(lambda: everywhere(VllmServer.pause), group, seconds, "pause")
-        together(sender.load, group, seconds, "transfer")
+            together(lambda: everywhere(VllmServer.pause), seconds, "pause")
+        together(sender.load, seconds, "transfer")
         if sender.pauses:
-            together(lambda: everywhere(commit), group)
-            together(lambda: everywhere(VllmServer.resume), group)
+            together(lambda: everywhere(commit))
+            together(lambda: everywhere(VllmServer.resume))
     except BaseException as error:
         # No collective here: ranks may have come from different places. A pause that was not
         # acknowledged may yet have paused the server, so resume in any case.
@@ -86,17 +86,15 @@ def sync_weights(fleet: Fleet, sender: Sender, version: int, *, group=None) -> d
     return total | {f"perf/weight_sync_{part}_s": value for part, value in seconds.items()}
 
 
-def sync_through_restart(
-    fleet: Fleet, sender: Sender, version: int, *, group=None
-) -> dict[str, float]:
+def sync_through_restart(fleet: Fleet, sender: Sender, version: int) -> dict[str, float]:
     """sync_weights(), and once more if it fails: a server that was restarted has lost its NCCL
     group or its adapters. Waits until one server answers, as long as at the start of a run."""
     try:
-        return sync_weights(fleet, sender, version, group=group)
+        return sync_weights(fleet, sender, version)
     except (ServerError, WeightSyncError) as error:
         warnings.warn(f"weight sync {version} is tried again: {error}", stacklevel=2)
-    together(lambda: fleet.wait_for_one() if is_first(group) else None, group)
-    return sync_weights(fleet, sender, version, group=group)
+    together(lambda: fleet.wait_for_one() if is_first() else None)
+    return sync_weights(fleet, sender, version)
 
 
 def behind(fleet: Fleet, sender: Sender, version: int) -> bool:
@@ -111,11 +109,11 @@ def behind(fleet: Fleet, sender: Sender, version: int) -> bool:
     return any(lacks(server) for server in fleet.servers)
 
 
-def is_first(group=None) -> bool:
-    return not dist.is_initialized() or dist.get_rank(group) == 0
+def is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def together(step: Callable[[], Any], group=None, seconds=None, part: str = "") -> Any:
+def together(step: Callable[[], Any], seconds=None, part: str = "") -> Any:
     """Run `step` here, then do as rank 0 did: -> its result, or raise its error, on every rank.
 
     One broadcast. Its time is the wait for the slower side; it is counted as "barrier", and the
@@ -127,13 +125,13 @@ def together(step: Callable[[], Any], group=None, seconds=None, part: str = "") 
     try:
         result = step()
     except Exception as caught:
-        if not is_first(group):
+        if not is_first():
             raise
         error = caught
     done = time.perf_counter()
     outcome = [result, None if error is None else f"{type(error).__name__}: {error}"]
     if dist.is_initialized():
-        dist.broadcast_object_list(outcome, group=group, group_src=0)
+        dist.broadcast_object_list(outcome, src=0)
     if seconds is not None:
         seconds[part] += done - begin
         seconds["barrier"] += time.perf_counter() - done
@@ -145,14 +143,14 @@ def together(step: Callable[[], Any], group=None, seconds=None, part: str = "") 
 
 
 def make_sender(
-    fleet: Fleet, weights: Weights, *, output_dir=None, max_staleness: int = 0, group=None
+    fleet: Fleet, weights: Weights, *, output_dir=None, max_staleness: int = 0
 ) -> Sender:
     """The way that suits the servers and the model; every rank makes one, of the same kind.
 
     A LoRA adapter travels alone if all servers were started with --enable-lora, as files in
     `output_dir`; merged into the weights otherwise, which a warning says where it is a fallback.
     """
-    first = is_first(group)
+    first = is_first()
 
     def choose():
         infos = fleet.infos.values()
@@ -168,7 +166,7 @@ def make_sender(
         extensions = {info.worker_extension for info in infos}
         return "nccl, direct" if extensions == {WORKER_EXTENSION} else "nccl"
 
-    way = together(choose if first else lambda: None, group)
+    way = together(choose if first else lambda: None)
     if way == "adapter":
         options = {"dtype": weights.dtype, "max_staleness": max_staleness}
         return AdapterSender(fleet, weights.model, output_dir, first=first, **options)
@@ -185,7 +183,6 @@ def check_sync(
     *,
     dtypes: Sequence[torch.dtype],
     n_sampled: int = 16,
-    group=None,
 ) -> float:
     """Largest difference between the servers' log-probs and the trainer's; too large a one raises.
 
@@ -202,11 +199,11 @@ def check_sync(
         return server.url, ids, server.score(model_name, ids) + sampled
 
     def ask_all():
-        return list(fleet.each(ask).values()) if is_first(group) else None
+        return list(fleet.each(ask).values()) if is_first() else None
 
     return max(
         _difference(url, ids, theirs, trainer_log_probs(ids), n_sampled, dtypes)
-        for url, ids, theirs in together(ask_all, group)
+        for url, ids, theirs in together(ask_all)
     )
 
 
