@@ -53,16 +53,16 @@ def parse_calls(text: str, form: str, schemas=()) -> tuple[str, list[Call]]:
     return (content.strip() if calls else content), calls
 
 
-def _json_call(text: str, arguments_name: str = "arguments") -> Call:
-    """A call written as a JSON object. Arguments may be an object, or a string that holds one."""
+def _read_json(text: str) -> tuple:
+    """(value, None), or (None, what is wrong with it)."""
     try:
-        value = json.loads(text, strict=False)  # models write line breaks into strings
+        return json.loads(text, strict=False), None  # models write line breaks into strings
     except (ValueError, RecursionError) as error:
-        return Call("", error=f"the tool call is not valid JSON: {error}")
-    return call_from(value, arguments_name)
+        return None, f"not valid JSON: {error}"
 
 
 def call_from(value, arguments_name: str = "arguments") -> Call:
+    """A call written as a JSON object. Arguments may be an object, or a string that holds one."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return Call("", error='a tool call must be a JSON object with "name" and "arguments"')
     name, arguments = value["name"], value.get(arguments_name, value.get("arguments", {}))
@@ -75,23 +75,22 @@ def call_from(value, arguments_name: str = "arguments") -> Call:
 
 def _named_call(name: str, arguments: str, id: str = "") -> Call:
     """A call whose name stands apart from its arguments, a JSON object."""
-    try:
-        value = json.loads(arguments, strict=False)
-    except (ValueError, RecursionError) as error:
-        return Call(name, error=f"the arguments are not valid JSON: {error}")
+    value, error = _read_json(arguments)
+    if error:
+        return Call(name, error=f"the arguments are {error}")
     if not isinstance(value, dict):
         return Call(name, error="the arguments of a tool call must be a JSON object")
     return Call(name, value, id=id)
 
 
-def _blocks(text: str, begin: str, end: str) -> tuple[str, list[tuple[str, bool]]]:
-    """(text outside, [(text inside, has an end)]) of the blocks from `begin` to `end`. A block that
-    is not closed ends with the text or where the next one begins."""
+def _blocks(text: str, begin: str, end: str) -> tuple[str, list[str]]:
+    """(text outside, texts inside) of the blocks from `begin` to `end`. A block that is not closed
+    ends with the text or where the next one begins."""
     outside, *rest = text.split(begin)
     blocks = []
     for part in rest:
-        inside, found, after = part.partition(end)
-        blocks.append((inside, bool(found)))
+        inside, _, after = part.partition(end)
+        blocks.append(inside)
         outside += after
     return outside, blocks
 
@@ -102,7 +101,11 @@ def _blocks(text: str, begin: str, end: str) -> tuple[str, list[tuple[str, bool]
 def _hermes(text, schemas):
     """<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>, one block a call."""
     content, blocks = _blocks(text, "<tool_call>", "</tool_call>")
-    return content, [_json_call(inside) for inside, _ in blocks]
+    calls = []
+    for inside in blocks:
+        value, error = _read_json(inside)
+        calls.append(Call("", error=f"the tool call is {error}") if error else call_from(value))
+    return content, calls
 
 
 def _qwen_coder(text, schemas):
@@ -112,7 +115,7 @@ def _qwen_coder(text, schemas):
     """
     content, blocks = _blocks(text, "<tool_call>", "</tool_call>")
     calls = []
-    for inside, _ in blocks:
+    for inside in blocks:
         function = re.match(r"\s*<function=([^>\s]*)>(.*?)</function>\s*$", inside, re.DOTALL)
         if function is None:
             calls.append(Call("", error="a tool call must be <function=NAME>...</function>"))
@@ -148,10 +151,8 @@ def _typed(text: str, schema: dict):
         return text
     if "boolean" in kinds and text.strip().lower() in ("true", "false"):
         return text.strip().lower() == "true"
-    try:
-        return json.loads(text, strict=False)
-    except (ValueError, RecursionError):
-        return text
+    value, error = _read_json(text)
+    return text if error else value
 
 
 def _llama(text, schemas):
@@ -180,7 +181,7 @@ def _deepseek(text, schemas):
     content = content.partition(_DEEPSEEK["call_begin"])[0]
     _, blocks = _blocks(text[len(content) :], _DEEPSEEK["call_begin"], _DEEPSEEK["call_end"])
     calls = []
-    for inside, _ in blocks:
+    for inside in blocks:
         name, found, body = inside.partition(_DEEPSEEK["sep"])
         if found and name.strip() == "function":
             name, _, body = body.partition("\n")
@@ -217,10 +218,9 @@ def _mistral(text, schemas):
             name, _, id = name.partition("[CALL_ID]")
             calls.append(_named_call(name.strip(), arguments, id.strip()))
             continue
-        try:
-            values = json.loads(part, strict=False)
-        except (ValueError, RecursionError) as error:
-            calls.append(Call("", error=f"the tool calls are not valid JSON: {error}"))
+        values, error = _read_json(part)
+        if error:
+            calls.append(Call("", error=f"the tool calls are {error}"))
             continue
         calls += [call_from(value) for value in (values if isinstance(values, list) else [values])]
     return content, calls
