@@ -79,7 +79,13 @@ class Rollout:
     rollout_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # in rollouts.jsonl
 
 
-# ------------------------------------------------------------------------------------ prompts
+# ------------------------------------------------------------------------------------ messages
+
+
+def text_of(message: dict) -> str:
+    """The text of a message, whose content may be a string, a list of text parts, or missing."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def check_prompt(prompt, where: str) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+import chat
 import dump
 
 FULL_ADVANTAGE, FULL_RATIO = 2.0, math.log(2)  # where the shade is darkest
@@ -193,11 +194,9 @@ def card_html(line, tokens, bounds):
 
 
 def message_html(message):
-    content = message.get("content") or ""
-    if not isinstance(content, str):
-        content = "".join(part.get("text", "") for part in content)
     calls = "".join("\n" + json.dumps(call) for call in message.get("tool_calls") or ())
-    return f'<div class="turn"><i>{escape(message["role"])}</i>{escape(content + calls)}</div>'
+    text = escape(chat.text_of(message) + calls)
+    return f'<div class="turn"><i>{escape(message["role"])}</i>{text}</div>'
 
 
 def sample_html(sample, policy_log_probs, line, i, tokens, bounds):

@@ -213,7 +213,7 @@ def as_text(group: RolloutGroup, advantages: np.ndarray, n: int | None):
     for i in range(len(group.prompts))[:n]:
         lines = [f"row {group.row_index}, weights of version {group.model_version}"]
         for message in [*group.prompts[i], *group.completions[i]]:
-            said = [message.get("content") or ""]
+            said = [chat.text_of(message)]
             said += [str(call["function"]) for call in message.get("tool_calls") or ()]
             lines.append(f"{message['role']}: " + "\n".join(said))
         lines.append(f"reward {group.rewards[i]:g}, advantage {advantages[i]:.3g}")

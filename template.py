@@ -26,6 +26,7 @@ import uuid
 import numpy as np
 
 import parsing
+from chat import text_of
 
 _TOOLS_IN_WORDS = """\
 You can call these tools:
@@ -270,11 +271,6 @@ def _in_words(function: dict) -> str:
     return f"{function['name']}({', '.join(arguments)}): {' '.join(words)}"
 
 
-def _text(message: dict) -> str:
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
-
-
 def in_words(messages: list[dict], schemas) -> list[dict]:
     """The same conversation for a template that knows only text: tools in the system message, calls
     in the assistant's text, results in the user's."""
@@ -285,12 +281,12 @@ def in_words(messages: list[dict], schemas) -> list[dict]:
         tools=tools, name=function["name"], arguments=json.dumps(example)
     )
     if messages[0]["role"] == "system":
-        system = f"{_text(messages[0])}\n\n{system}"
+        system = f"{text_of(messages[0])}\n\n{system}"
         messages = messages[1:]
     plain = [{"role": "system", "content": system}]
     previous = None
     for message in messages:
-        role, content = message["role"], _text(message)
+        role, content = message["role"], text_of(message)
         if role == "tool":
             text = f"Result: {content}"  # between tags, a small model imitates it (LOG.md)
             if previous == "tool":

@@ -435,10 +435,12 @@ def test_completions_are_shown_once_a_logging_window(server, capsys):
     agent = Agent(server, lambda i: call("increment", step=i), "Counted.")
     options = dict(max_steps=1, log_completions=True, num_completions_to_print=1)
     result = run(server, agent, None, task={"environment_factory": Counter}, **options)
-    result.loop._prompts = lambda: iter([Prompt(i, 0, i == 0, 0, {}) for i in range(3)])
+    in_parts = {"role": "user", "content": [{"type": "text", "text": "Now. "}]}
+    rows = [Prompt(i, 0, i == 0, 0, {"prompt": [in_parts]}) for i in range(3)]
+    result.loop._prompts = lambda: iter(rows)
     result.to_the_end()
     out = capsys.readouterr().out
-    assert out.count("user: Count to 2.") == out.count("assistant: Counted.") == 1
+    assert out.count("user: Now. Count to 2.") == out.count("assistant: Counted.") == 1
     assert "'name': 'increment'" in out and "reward" in out and "advantage" in out
 
 
