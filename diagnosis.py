@@ -32,7 +32,6 @@ def diagnose(
     max_staleness=None,
     max_concurrent_rollouts=None,
     num_generations=None,
-    reward_range=None,
 ):
     """What holds the run back, in sentences. `now` is a window or a merge of some, `before` the
     same from earlier in the run (see `compare`); without it nothing is called climbing or falling.
@@ -41,7 +40,7 @@ def diagnose(
     now, before = (defaultdict(lambda: NAN, window) for window in (now, before or {}))
     lines = [
         bottleneck(now, max_staleness, max_concurrent_rollouts),
-        saturation(now, before, *(reward_range or seen_range(now, before))),
+        saturation(now, before, *seen_range(now, before)),
         duplicates(now, before, num_generations),
         mismatch(now),
     ]

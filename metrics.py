@@ -29,7 +29,6 @@ import json
 import math
 import os
 import sys
-import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -162,8 +161,7 @@ def compare(windows, size):
 class Metrics:
     """Collects records, reduces them once a window, and hands the window to the sinks.
 
-    Without run_dir it only collects: the rollout process and the ranks above 0 use it so and ship
-    `drain()`. Recording is thread-safe; flush and close belong to the thread that built the object.
+    Without run_dir it writes nowhere: the ranks above 0 use it so.
     """
 
     def __init__(
@@ -175,12 +173,10 @@ class Metrics:
         first_step=0,
         disable_tqdm=None,  # no progress bar; None: unless on a terminal
         config=None,
-        project="espalier",
     ):
         self.state, self.declared, self.traces = {}, [], []
         self.flushed = {}  # the state of the newest window
         self.history = deque(maxlen=500)  # windows for the diagnosis: bounded, about 8 KB each
-        self.lock = threading.Lock()
         self.sinks, self.warned = {}, set()  # sink name -> (write, close)
         self.total_steps, self.first_step, self.bar = total_steps, first_step, None
         if run_dir is None:
@@ -203,7 +199,7 @@ class Metrics:
                 functools.partial(tensorboard_sink, run_dir, first_step)
                 if name == "tensorboard"
                 else functools.partial(
-                    tracker_sink, name, run_dir.resolve().name, project, config, self.traces
+                    tracker_sink, name, run_dir.resolve().name, config, self.traces
                 )
             )
             self._guard(name, lambda name=name, build=build: self.sinks.update({name: build()}))
@@ -213,29 +209,19 @@ class Metrics:
         self.declared += [name for name in names if name not in self.declared]
 
     def record(self, name, value, weight=1.0):
-        with self.lock:
-            fold_(self.state, name, value, weight)
+        fold_(self.state, name, value, weight)
 
     def extend(self, records):
-        with self.lock:
-            for name, value, weight in records:
-                fold_(self.state, name, value, weight)
+        for name, value, weight in records:
+            fold_(self.state, name, value, weight)
 
     def trace(self, stories):
         """Rollouts (dump.stories) for trackio's traces; the first few of a window are kept."""
         self.traces += stories[: TRACES - len(self.traces)]
 
-    def drain(self):
-        """The open window as (name, value, weight) records, and start anew. Extending another
-        Metrics with them gives what recording everything there would have given."""
-        with self.lock:
-            state, self.state = self.state, {}
-        return [(name, value / weight, weight) for name, (value, weight) in state.items()]
-
     def flush(self, step):
         """Close the window: its values by name, with `step` and `time` (s since the epoch)."""
-        with self.lock:
-            state, self.state = self.state, {}
+        state, self.state = self.state, {}
         if self.history and self.history[-1]["step"] == step:  # came late: the window says it, too
             self.history.pop()
             late, state = state, self.flushed
@@ -402,11 +388,11 @@ def tensorboard_sink(run_dir, first_step):
     return write, writer.close
 
 
-def tracker_sink(name, run_name, project, config, traces):
+def tracker_sink(name, run_name, config, traces):
     """trackio and wandb: the first copied the second's interface. Only it takes `traces`, the
     conversations of the window; it keeps them on this machine unless it was told otherwise."""
     tracker = importlib.import_module(name)
-    project = os.environ.get(f"{name.upper()}_PROJECT", project)
+    project = os.environ.get(f"{name.upper()}_PROJECT", "espalier")
     tracker.init(project=project, name=run_name, config=config or {})
 
     def write(step, window):

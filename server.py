@@ -247,9 +247,6 @@ class VllmServer:
         """Harmless when the server is not paused."""
         self.call("POST", "/resume", timeout_s=timeout_s)
 
-    def is_paused(self) -> bool:
-        return self.call("GET", "/is_paused")["is_paused"]
-
     def reset_caches(self) -> None:
         """Drop all that was computed with the old weights, running requests' own part included."""
         query = {"reset_running_requests": "true"}

@@ -120,7 +120,8 @@ def test_saturation_reads_rewards_against_their_range():
     window = groups(0.9, 0.9, 1.0)
     assert "top" in diagnose(window)[0]
     assert "mixed" in diagnose(window | {"reward_max": 2.0})[0]  # 0.9 of 2 is the middle
-    assert "bottom" in diagnose(window, reward_range=(0.8, 5.0))[0]
+    low = {"reward_min": 0.8, "reward_max": 5.0}
+    assert "bottom" in diagnose(window | low)[0]
 
 
 def copies(frac, entropy, length=100):

@@ -208,23 +208,6 @@ def test_negative_or_nan_weight_is_an_error():
             Metrics().record("reward", 1.0, weight)
 
 
-def test_records_that_cross_a_process_border_reduce_to_the_same_window():
-    rng = random.Random(0)
-    names = ["reward", "completions/max_length", "clip_ratio/low_min", "tools/x/call_count", "loss"]
-    records = [(rng.choice(names), rng.gauss(0, 1), rng.choice([1.0, 2.5])) for _ in range(200)]
-    whole, trainer, worker = Metrics(), Metrics(), Metrics()
-    whole.extend(records)
-    trainer.extend(records[:50])
-    for start in (50, 120):  # a worker that reports twice
-        worker.extend(records[start : start + 80])
-        trainer.extend(worker.drain())
-        assert worker.drain() == []
-    whole.extend(records[120:130])  # both slices above hold these ten
-    expected, window = whole.flush(1), trainer.flush(1)
-    for name in names:
-        assert window[name] == pytest.approx(expected[name], rel=1e-12), name
-
-
 def test_merged_windows_reduce_by_name():
     merged = m.merge(
         [
