@@ -2,12 +2,14 @@
 once, each connection used again. RFC 9112; no redirects, cookies, compression or proxies.
 
 Why not a library: a rollout is one request, and on one core aiohttp takes 280 us for it, this file
-80; parsing an answer of 256 tokens takes 110 (bench/rollout.py).
+80; parsing an answer of 256 tokens takes 110 (bench/rollout.py). error_message() is for both
+clients, this and server.py's.
 
 Test: pytest tests/test_http1.py
 """
 
 import asyncio
+import json
 import ssl
 import time
 from typing import NamedTuple
@@ -168,3 +170,13 @@ class Client:
             lambda: _Connection(self._buffer), self._host, self._port, ssl=self._ssl
         )
         return connection
+
+
+def error_message(answer: bytes) -> str:
+    """vLLM's own words: {"error": str}, {"error": {"message": str}}, {"detail": ...} or text."""
+    try:
+        body = json.loads(answer)
+        message = body.get("error") or body.get("detail") or body
+        return str(message.get("message", message) if isinstance(message, dict) else message)
+    except (ValueError, AttributeError):
+        return answer.decode(errors="replace").strip()[:500] or "without a word"

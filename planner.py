@@ -204,18 +204,16 @@ def batch_metrics(plan, token_budget, pad=None):
 class Planner:
     """Plans ahead of the trainer, in a thread; rank 0 has one. Options: those of plan_steps.
 
-    `pull(timeout)` returns a sample, None if none came in time, or END. At most `ahead` steps are
-    planned or being planned beyond those that next() has handed out, so that samples do not age
-    here and `is_stale` knows the step.
+    `pull(timeout)` returns a sample, None if none came in time, or END. At most one step is planned
+    or being planned beyond those that next() has handed out, so that samples do not age here and
+    `is_stale` knows the step.
     """
 
-    def __init__(self, pull, *, ahead=1, **options):
-        if ahead < 1:
-            raise ValueError(f"{ahead=}: the planner needs at least one step to plan ahead")
+    def __init__(self, pull, **options):
         self.n_pulled = 0
         self.left_over = None  # Plan of samples that were dropped after the last step, if any
         self._pull, self._options, self._last = pull, options, None
-        self._slots, self._ready = threading.Semaphore(ahead), queue.Queue()
+        self._slot, self._ready = threading.Semaphore(1), queue.Queue()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="planner", daemon=True)
         self._thread.start()
@@ -232,7 +230,7 @@ class Planner:
     def _run(self):
         try:
             plans = plan_steps(self._samples(), **self._options)
-            while self._slots.acquire() and not self._closed.is_set():
+            while self._slot.acquire() and not self._closed.is_set():
                 plan = next(plans, END)
                 if plan is not END and not plan.micro_batches:
                     self.left_over, plan = plan, END
@@ -253,7 +251,7 @@ class Planner:
                     "start); are rollouts still coming?"
                 ) from error
             if isinstance(item, Plan):
-                self._slots.release()
+                self._slot.release()
                 return item
             self._last = item  # END or an exception: the thread is gone
         if self._last is END:
@@ -262,5 +260,5 @@ class Planner:
 
     def close(self):
         self._closed.set()
-        self._slots.release()
+        self._slot.release()
         self._thread.join(timeout=10 * POLL_S)

@@ -22,6 +22,7 @@ import numpy as np
 
 import http1
 from chat import TurnRecord, sets_as_arrays
+from http1 import error_message
 
 # ------------------------------------------------------------------------ answers to TurnRecords
 # Typed structs: msgspec reads only the named fields, without a dict a token. On one core and with
@@ -209,15 +210,6 @@ _PROBE_ATTEMPTS = 6  # 8 s of errors from a server that listens: misconfigured, 
 _RETRIED = (TimeoutError, OSError, msgspec.MsgspecError, BadAnswer)
 
 
-def _server_message(body: bytes) -> str:
-    """What the server says in an error: vLLM's or FastAPI's JSON, or the beginning of the text."""
-    try:
-        answer = msgspec.json.decode(body)
-        return str(answer["error"]["message"] if "error" in answer else answer["detail"])
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return body[:300].decode(errors="replace") or "no message"
-
-
 def _remedy(message: str) -> str:
     if "logprobs" in message:
         return "lower num_sampler_logprobs, or start the server with a larger --max-logprobs"
@@ -259,11 +251,6 @@ class Sampler:
         self.max_attempts: int | None = None  # of a request; None: until it is answered
         self.k, self.timeout_s, self.max_tokens = num_logprobs, timeout_s, max_tokens
         self.truncated = top_p < 1.0 or top_k > 0 or bool(min_p)
-        if self.truncated and top_k <= 0:
-            raise ValueError(
-                f"{top_p=} and {min_p=} need top_k > 0: it bounds the candidate set that the "
-                "server returns; set for example top_k=512"
-            )
         self.parameters = {
             "n": 1,
             "max_tokens": max_tokens,
@@ -419,7 +406,7 @@ class Sampler:
             if self.adapter:  # the server's own account is of the base model
                 turn.versions[:] = version
             return turn
-        message = _server_message(answer)
+        message = error_message(answer)
         if self.adapter and status == 404:  # a server that was restarted; the next sync loads it
             raise BadAnswer(f"HTTP {status}: {message}")
         # Without --enable-scale-out the endpoint answers 403; an older vLLM has no such path.

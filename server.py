@@ -23,6 +23,8 @@ from urllib.parse import urlencode, urlsplit
 
 import torch
 
+from http1 import error_message
+
 REUSE_S = 2.0  # a server closes a connection that is idle for 5 s, just when a call is sent
 HEALTH_S = 2.0  # for an answer of a server that is alive
 LAST_CALL_S = 10.0  # for cleaning up after an error: the server may well be dead
@@ -298,16 +300,6 @@ class VllmServer:
             **extra,
         }
         return self.call("POST", "/v1/completions", json=body)["choices"][0]
-
-
-def error_message(answer: bytes) -> str:
-    """vLLM's own words: {"error": str}, {"error": {"message": str}}, {"detail": ...} or text."""
-    try:
-        body = loads(answer)
-        message = body.get("error") or body.get("detail") or body
-        return str(message.get("message", message) if isinstance(message, dict) else message)
-    except (ValueError, AttributeError):
-        return answer.decode(errors="replace").strip()[:500] or "without a word"
 
 
 # ---------------------------------------------------------------------------------- several servers

@@ -925,12 +925,12 @@ def test_planner_keeps_what_was_dropped_after_the_last_step():
     planner.close()
 
 
-def test_planner_plans_no_further_ahead_than_asked():
+def test_planner_plans_one_step_ahead():
     pulled = []
-    planner = start(source([make([t] * 6, group=t) for t in range(40)], pulled), ahead=2)
+    planner = start(source([make([t] * 6, group=t) for t in range(40)], pulled))
     for handed_out in range(4):
-        # a step takes two samples, and the one that closes it: 2 steps ahead of those handed out
-        wanted = 2 * (handed_out + 2) + 1
+        # a step takes two samples, and the one that closes it
+        wanted = 2 * (handed_out + 1) + 1
         deadline = time.monotonic() + 5
         while len(pulled) < wanted and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -939,8 +939,6 @@ def test_planner_plans_no_further_ahead_than_asked():
         planner.next(5)
     planner.close()
     assert not planner._thread.is_alive()
-    with pytest.raises(ValueError, match="ahead=0"):
-        start(source([]), ahead=0)
 
 
 def test_planner_raises_the_threads_error_in_the_trainer():
