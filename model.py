@@ -105,9 +105,14 @@ class Policy(nn.Module):
         return deltanet.Trie(row.host.segments, len(row.input_ids), width, row.input_ids.device)
 
     def decoder(self):
-        """The part of the model below the head (in a vision-language model: its language model)."""
-        decoder = self.model.get_decoder()
-        return getattr(decoder, "language_model", decoder)
+        """The part of the model below the head."""
+        return text_decoder(self.model)
+
+
+def text_decoder(model):
+    """A transformers model below its head; of a vision-language model the language model's."""
+    decoder = model.get_decoder()
+    return getattr(decoder, "language_model", decoder)
 
 
 def load_balancing_loss(router_logits, top_k, n_tokens):
@@ -168,11 +173,8 @@ def checkpoint_config(config, model_path):
     """
     from transformers import AutoConfig
 
-    revision = (config.model_init_kwargs or {}).get("revision", "main")
     try:
-        checkpoint = AutoConfig.from_pretrained(
-            model_path, revision=revision, trust_remote_code=config.trust_remote_code
-        )
+        checkpoint = AutoConfig.from_pretrained(model_path, **_hub_options(config))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"model={model_path!r} cannot be loaded ({str(error).strip().splitlines()[0]}); give a "
@@ -195,6 +197,12 @@ def checkpoint_config(config, model_path):
         )
     aux_loss_coefficient(config, text_config)
     return checkpoint
+
+
+def _hub_options(config):
+    """What config and tokenizer are loaded with, beside the model itself (model_init_kwargs)."""
+    revision = (config.model_init_kwargs or {}).get("revision", "main")
+    return {"revision": revision, "trust_remote_code": config.trust_remote_code}
 
 
 def is_hybrid(checkpoint):
@@ -221,7 +229,7 @@ def load_policy(config, model_path, device):
     if hasattr(checkpoint, "vision_config"):
         auto = AutoModelForImageTextToText
     attention.register_attention()
-    model = auto.from_pretrained(model_path, attn_implementation="espalier_tree", **options)
+    model = auto.from_pretrained(model_path, attn_implementation=attention.ATTENTION, **options)
     coefficient = aux_loss_coefficient(config, checkpoint.get_text_config())
     return make_policy(model.to(device), lora.adapter_config(config), coefficient)
 
@@ -229,8 +237,7 @@ def load_policy(config, model_path, device):
 def make_policy(model, adapter=None, router_aux_loss_coef=0.0):
     """A Policy around a transformers model whose attention is the tree's. Text part and head train,
     or with `adapter`, a peft.LoraConfig, that alone; everything else is frozen, dropout is off."""
-    text_model = model.get_decoder()
-    text_model = getattr(text_model, "language_model", text_model)
+    text_model = text_decoder(model)
     trained = {
         id(p) for part in (text_model, model.get_output_embeddings()) for p in part.parameters()
     }
@@ -249,10 +256,7 @@ def load_tokenizer(config, model_path):
     """The tokenizer, with a padding token; of the model's revision (spec, model_init_kwargs)."""
     from transformers import AutoTokenizer
 
-    revision = (config.model_init_kwargs or {}).get("revision", "main")
-    tokenizer = AutoTokenizer.from_pretrained(
-        model_path, revision=revision, trust_remote_code=config.trust_remote_code
-    )
+    tokenizer = AutoTokenizer.from_pretrained(model_path, **_hub_options(config))
     if tokenizer.chat_template is None:
         raise ValueError(f"the tokenizer of model={model_path!r} has no chat template; add one")
     if tokenizer.pad_token is None:

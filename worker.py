@@ -49,16 +49,6 @@ def _die_with(parent_pid: int) -> None:
     threading.Thread(target=watch, daemon=True, name="parent watch").start()
 
 
-def load_tokenizer(model_path, config: dict):
-    """The tokenizer of the model's revision; its chat template makes the prompts."""
-    from transformers import AutoTokenizer  # here: it would cost the trainer's import 3 s
-
-    revision = (config["model_init_kwargs"] or {}).get("revision", "main")
-    return AutoTokenizer.from_pretrained(
-        model_path, revision=revision, trust_remote_code=config["trust_remote_code"]
-    )
-
-
 def _worker_main(
     pipe, shared, parent_pid, *, pickled_task, task_path, config, model_path, evaluates, **arguments
 ) -> None:
@@ -71,20 +61,22 @@ def _worker_main(
         return sender.submit(pipe.send_bytes, pickle.dumps(message, protocol=5))
 
     try:
+        from model import load_tokenizer  # here: this file is imported before _die_with() can act
+
         if task_path is not None:
             import_task_file(task_path)
         task = pickle.loads(pickled_task)
         options = vars(task.options) if task.options is not None else {}
-        tokenizer = load_tokenizer(model_path, config)
         loop_class = task.rollout_loop or RolloutLoop
         if evaluates:
             from evaluate import loop_for  # it imports this file
 
             loop_class = loop_for(loop_class)
+        config = types.SimpleNamespace(**config, **options)
         loop = loop_class(
-            types.SimpleNamespace(**config, **options),
+            config,
             task,
-            tokenizer,
+            load_tokenizer(config, model_path),
             shared=shared,
             send=send,
             **arguments,

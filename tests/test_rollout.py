@@ -31,9 +31,10 @@ import rollout
 import sampler
 import scoring
 import tasks
+from model import load_tokenizer
 from rollout import RolloutLoop
 from tasks import Task
-from worker import RolloutWorker, load_tokenizer
+from worker import RolloutWorker
 
 EOS = 2
 OPTIONS = dict(
@@ -1000,14 +1001,15 @@ def test_worker_delivers_every_group_and_ends_by_itself(
     worker.stop()  # again: nothing happens
 
 
-def test_the_workers_tokenizer_is_of_the_models_revision(monkeypatch):
-    asked = []
+def test_the_tokenizer_is_of_the_models_revision(monkeypatch):
+    asked, found = [], types.SimpleNamespace(chat_template="?", pad_token="?")
     monkeypatch.setattr(
         "transformers.AutoTokenizer.from_pretrained",
-        lambda path, **options: asked.append((path, options)),
+        lambda path, **options: asked.append((path, options)) or found,
     )
     for init, revision in ((None, "main"), ({"revision": "v2"}, "v2"), ({"dtype": "auto"}, "main")):
-        load_tokenizer("org/model", OPTIONS | {"model_init_kwargs": init})
+        config = types.SimpleNamespace(**OPTIONS | {"model_init_kwargs": init})
+        assert load_tokenizer(config, "org/model") is found
         expected = {"revision": revision, "trust_remote_code": False}
         assert asked.pop() == ("org/model", expected)
 
