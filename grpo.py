@@ -159,6 +159,10 @@ def train(config, task):
     device = start_distributed(config)
     first = dist.get_rank() == 0
     torch.manual_seed(config.seed)
+
+    # ---- servers, model, optimizer ---------------------------------------------------------------
+    pad = packing.bucket if device.type == "cuda" else None  # compiled layers want few shapes
+    compiled = config.torch_compile if config.torch_compile is not None else device.type == "cuda"
     with one_line_errors():
         resumed_from = sync.together(lambda: checkpoint.find(config) if first else None)
         resumed = checkpoint.load_state(resumed_from) if resumed_from else None
@@ -167,45 +171,31 @@ def train(config, task):
         info = sync.together(lambda: connect(fleet, config) if talks else None)
         model_path = model.resolve_model(config.model)
         tokenizer = model.load_tokenizer(config, model_path)
-        policy = model.load_policy(config, model_path, device)
-    model_config = policy.model.config
-    pad = packing.bucket if device.type == "cuda" else None  # compiled layers want few shapes
-    compiled = config.torch_compile if config.torch_compile is not None else device.type == "cuda"
-    tied = model_config.get_text_config().tie_word_embeddings
-    with one_line_errors():
         replay = Replay(config, pad, resumed) if config.replay else None
         budget = replay.budget if replay else config.token_budget or info.max_model_len
         longest = pad(budget) if pad else budget
-        mode, policy.reduce_each, why = memory.choose(policy, config, longest, device, compiled)
-        memory.apply(policy, mode)
-        model.shard(
-            policy,
-            device,
-            config.compute_dtype,
-            compiled,
-            replicas=config.replicas,
-            cpu_offload=config.cpu_offload,
-        )
-    if first:
-        say(why)
+        policy = sharded_policy(config, model_path, device, longest, compiled)
     optimizer, scheduler = update.make_optimizer(policy, config)
     scale = update.LossScale(config.compute_dtype, resumed and resumed.get("loss_scale"))
     done = resumed["step"] if resumed else 0
     if resumed:
         checkpoint.restore(resumed_from, policy, optimizer, scheduler, done)
 
-    # The first thing done is a sync: a server that cannot take weights, or whose log-probs differ,
-    # is found before anything is generated; and a server that has seen another run starts anew.
+    # ---- the first sync --------------------------------------------------------------------------
+    # A server that cannot take weights, or whose log-probs differ, is found before anything is
+    # generated; and a server that has seen another run starts anew.
     run = sync.together(lambda: open_run(config, task, fleet, resumed_from) if first else None)
     version, sender, difference = done // config.weight_sync_steps, None, math.nan
     if not config.replay:
         with one_line_errors():
+            tied = policy.model.config.get_text_config().tie_word_embeddings
             weights = Weights(policy.model, info.dtype, tied=tied)
             staleness = config.max_staleness
             sender = sync.make_sender(fleet, weights, output_dir=run, max_staleness=staleness)
             sync.sync_weights(fleet, sender, version)
             difference = check_sync(policy, tokenizer, fleet, sender, version, info, config, device)
 
+    # ---- log, checkpoints, samples ---------------------------------------------------------------
     metrics = Metrics(
         run if first else None,
         report_to=config.report_to,
@@ -222,16 +212,7 @@ def train(config, task):
     if resumed:
         saves.resume(resumed)
     feed = replay or Feed(
-        config,
-        task,
-        policy,
-        tokenizer,
-        model_path,
-        budget,
-        pad,
-        run,
-        sender.adapter_name,
-        resumed,
+        config, task, policy, tokenizer, model_path, budget, pad, run, sender.adapter_name, resumed
     )
     if feed.worker:
         sender.oldest_in_use = feed.worker.oldest_version
@@ -255,7 +236,8 @@ def train(config, task):
             # ---- 2 pack --------------------------------------------------------------------------
             rows = [packing.pack_row(samples, budget, pad).to(device) for samples in share.rows]
             trees = [
-                attention.TreeMask(row, config.attention).prepare(model_config) for row in rows
+                attention.TreeMask(row, config.attention).prepare(policy.model.config)
+                for row in rows
             ]
 
             # ---- 3 forward, backward, step -------------------------------------------------------
@@ -325,19 +307,12 @@ def train(config, task):
     model.save_pretrained(policy, tokenizer, final, config.compute_dtype)
     hub.push_final(final)
     if first:
-        rewards = [w["reward"] for w in metrics.history if math.isfinite(w.get("reward", math.nan))]
-        n = min(5, len(rewards))
         say(f"saved {final}")
-        if compiled:
-            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-            say(f"{graphs} graphs were compiled, for the lengths of rows and the head's tiles")
-        if n:
-            begin, end = (sum(part) / n for part in (rewards[:n], rewards[-n:]))
-            say(f"mean reward: {begin:.3f} in the first {n} steps, {end:.3f} in the last {n}")
+        say_result(metrics, compiled)
     dist.destroy_process_group()
 
 
-# --------------------------------------------------------------------------------- one step's parts
+# --------------------------------------------------------------------------------- train()'s parts
 
 
 def start_distributed(config):
@@ -360,6 +335,24 @@ def start_distributed(config):
         timeout=timedelta(seconds=config.ddp_timeout),
     )
     return device
+
+
+def sharded_policy(config, model_path, device, longest, compiled):
+    """The policy in shards, recomputing what it must for rows of at most `longest` tokens."""
+    policy = model.load_policy(config, model_path, device)
+    mode, policy.reduce_each, why = memory.choose(policy, config, longest, device, compiled)
+    memory.apply(policy, mode)
+    model.shard(
+        policy,
+        device,
+        config.compute_dtype,
+        compiled,
+        replicas=config.replicas,
+        cpu_offload=config.cpu_offload,
+    )
+    if dist.get_rank() == 0:
+        say(why)
+    return policy
 
 
 def connect(fleet, config):
@@ -459,6 +452,17 @@ def say_diagnosis(metrics, config):
     limits = {name: getattr(config, name) for name in LIMITS}
     for sentence in diagnose(*compare(list(metrics.history), size), **limits):
         metrics.note(f"diagnosis: {sentence}")
+
+
+def say_result(metrics, compiled):
+    """The last lines of a run."""
+    if compiled:
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        say(f"{graphs} graphs were compiled, for the lengths of rows and the head's tiles")
+    rewards = [w["reward"] for w in metrics.history if math.isfinite(w.get("reward", math.nan))]
+    if n := min(5, len(rewards)):
+        begin, end = (sum(part) / n for part in (rewards[:n], rewards[-n:]))
+        say(f"mean reward: {begin:.3f} in the first {n} steps, {end:.3f} in the last {n}")
 
 
 def records(values):
