@@ -64,7 +64,7 @@ class Policy(nn.Module):
     def forward(self, row, tree, temperature):
         """Log-probs of every loss term's target and of the sampler's top candidates.
 
-        row: a PackedRow of tensors on the model's device, tree: its TreeMask (packing.py);
+        row: a PackedRow of tensors on the model's device, tree: its TreeMask (attention.py);
         temperature: that of sampling, so that both sides speak of the same distribution.
         Returns log_probs [M, 1 + K] (column 0 is the target) and entropy [M], both float32, and the
         experts' load-balancing loss [], float32, or None; the entropy carries no gradient.

@@ -25,8 +25,8 @@ the server has acknowledged it; each token is labelled by the server's own accou
 
 The process around the loop is worker.py, what it learns from tasks.py. The parts of a rollout:
 template.py (messages and ids), sampler.py (the server), tools.py, environments.py, chat.py (turns
-to samples); a group's rewards and metrics: scoring.py; the server's load: load.py.
-Which of several servers is asked: router.py. Left out: evaluation.
+to samples); a group's rewards and metrics: scoring.py; the server's load: load.py; which of several
+servers is asked: router.py. Left out: evaluation (evaluate.py).
 Test: pytest tests/test_rollout.py
 """
 
@@ -85,7 +85,7 @@ class _OpenGroup:
     version: int
     n_open: int  # rollouts that are not there yet
     finished: list[FinishedRollout] = field(default_factory=list)
-    tokens: int = 0  # of those Samples
+    tokens: int = 0  # Sample.own_tokens of all of them
     queued_at: float = 0.0
 
     def closed(self) -> RolloutGroup:
@@ -251,7 +251,8 @@ class RolloutLoop:
         ]
         self.sampler = Router(samplers, lambda: self.version, config.max_staleness)
         self.load_limit = LoadLimit(config.max_concurrent_rollouts, config.max_concurrent_rollouts)
-        self.records = []  # (name, value, weight) since the last message
+        self.records = []  # (name, value, weight) since the last message to the trainer
+        self.stories = []  # dump.stories since then
         self.template = ChatTemplate(tokenizer, config.chat_template_kwargs)
         self.tool_runner = ToolRunner(
             max_concurrent=config.max_concurrent_rollouts,
@@ -260,7 +261,6 @@ class RolloutLoop:
         )
         self.environments = Environments(task.environment_factory, task.tools, self.tool_runner)
         self.tool_names = []  # of all rollouts; known after _learn_tools()
-        self.stories = []  # dump.stories since then
         self.in_flight = 0  # rollouts that hold a slot
         self._threads = ThreadPoolExecutor(len(task.reward_funcs) + 1, "rewards")
         self._shared, self._send = shared, send
@@ -547,7 +547,7 @@ class RolloutLoop:
         own = checked_rewards("Rollout.reward", group.rollout_rewards, n)
         named = list(zip(map(reward_name, funcs), given))
         named += environment_rewards(group)
-        group.rewards = summed([*(rewards for _, rewards in named), own], n)
+        group.rewards = summed([*(rewards for _, rewards in named), own])
         advantages = np.asarray(self.compute_advantages(group), dtype=np.float64)
         if advantages.shape != (n,) or not np.isfinite(advantages).all():
             raise ValueError(f"compute_advantages returned {advantages}, not {n} finite numbers")

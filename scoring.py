@@ -1,4 +1,4 @@
-"""Finished rollouts to rewards, metrics and samples, and the record that hooks are given.
+"""Finished rollouts to rewards, metrics and samples, and the record of a group that hooks get.
 
 Test: pytest tests/test_rollout.py
 """
@@ -64,10 +64,8 @@ def checked_rewards(name: str, values, n: int) -> np.ndarray:
     return rewards
 
 
-def summed(sources: list[np.ndarray], n: int) -> np.ndarray:
+def summed(sources: list[np.ndarray]) -> np.ndarray:
     """Sum over the sources that scored; NaN for a rollout that none of them scored."""
-    if not sources:
-        return np.full(n, np.nan)
     rewards_SG = np.stack(sources)
     unscored = np.isnan(rewards_SG).all(axis=0)
     return np.where(unscored, np.nan, np.nansum(rewards_SG, axis=0))

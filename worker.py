@@ -152,8 +152,7 @@ class RolloutWorker:
         self._context = multiprocessing.get_context("spawn")
         self._shared = self._context.RawArray(ctypes.c_int64, len(Slot))
         self._ready = threading.Condition()  # guards all below
-        self._samples, self._records, self._dropped = deque(), [], []
-        self._stories = []
+        self._samples, self._records, self._dropped, self._stories = deque(), [], [], []
         self._failure: str | None = None
         self._done = False  # the worker said that there are no more prompts
         self._closed = False  # the pipe has ended
