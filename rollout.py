@@ -342,7 +342,7 @@ class RolloutLoop:
 
     def _first_ids(self, prompt, schemas) -> list[int]:
         if self._rendered[0] != (prompt, schemas):  # a group's rollouts start one after another
-            ids = self.template.ids(prompt, schemas).tolist()
+            ids = self.template.ids(prompt, schemas)
             self._rendered = (copy.deepcopy(prompt), schemas), ids
         return self._rendered[1]
 
@@ -351,7 +351,7 @@ class RolloutLoop:
         results = [message for message, _ in answers]
         held = [*turn.prompt_ids, *turn.output_ids]
         ids = self.template.continuation(held, results, schemas)
-        return self.template.ids([*messages, *results], schemas).tolist() if ids is None else ids
+        return self.template.ids([*messages, *results], schemas) if ids is None else ids
 
     def _fits(self, prompt_ids) -> bool:
         longest = self.sampler.max_model_len or math.inf

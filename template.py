@@ -23,8 +23,6 @@ import json
 import re
 import uuid
 
-import numpy as np
-
 import parsing
 from chat import text_of
 
@@ -56,13 +54,12 @@ class ChatTemplate:
 
     # ---- messages to ids
 
-    def ids(self, messages, schemas=()) -> np.ndarray:
-        """Token ids (int32) of a conversation, up to where the assistant's next reply begins.
+    def ids(self, messages, schemas=()) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's next reply begins.
 
         A conversation that ends with an assistant message is continued inside that message.
         """
-        ids = self._render(messages, schemas, tokenize=True)
-        return np.asarray(ids, dtype=np.int32)
+        return self._render(messages, schemas, tokenize=True)
 
     def _render(self, messages, schemas=(), **options):
         if not getattr(self.tokenizer, "chat_template", None) and not self.arguments.get(
@@ -110,12 +107,9 @@ class ChatTemplate:
         messages = [{"role": "user", "content": "?"}, call, *results]
         text = self._render(messages, schemas, tokenize=False)
         begin = text.rfind(mark) + len(mark)
-        ends = [text.find(end, begin) for end in self._end_texts()]
+        ends = [text.find(self._decode([i], special=True), begin) for i in self.eos_token_ids]
         end = min((position for position in ends if position >= 0), default=None)
         return None if end is None else text[end:]
-
-    def _end_texts(self) -> list[str]:
-        return [self.tokenizer.decode([i], skip_special_tokens=False) for i in self.eos_token_ids]
 
     # ---- replies to messages
 
