@@ -251,16 +251,11 @@ def restore(path, policy, optimizer, scheduler, step):
         optim_state_dict=state["optimizer"],
         options=OPTIONS,
     )
-    for group, own in zip(optimizer.param_groups, wanted, strict=True):
-        group.update(own)
-    scheduler.load_state_dict(
-        scheduler.state_dict() | {"last_epoch": step, "_step_count": step + 1}
-    )
-    for group, base, factor in zip(
-        optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
-    ):
-        group["lr"] = base * factor(step)
-    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+    rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
+    place = {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates}
+    scheduler.load_state_dict(scheduler.state_dict() | place)
+    for group, own, rate in zip(optimizer.param_groups, wanted, rates, strict=True):
+        group.update(own | {"lr": rate})
     generators = state["generators"][donor]
     torch.set_rng_state(generators["cpu"])
     if "cuda" in generators:

@@ -414,8 +414,7 @@ def text_sample(ids):
 def speed(seconds, plan, flops, device, config):
     """perf/* of one step, from its seconds, the plan's counts and the model FLOPs."""
     step_s, work_s = seconds["perf/step_s"], seconds["perf/fwd_bwd_s"]
-    found = list(records(seconds))
-    found += [
+    found = records(seconds) + [
         ("perf/fwd_bwd_forwarded_tokens_per_s", plan.n_tokens / work_s, work_s),
         ("perf/wall_clock_forwarded_tokens_per_s", plan.n_tokens / step_s, step_s),
         ("perf/wall_clock_trained_tokens_per_s", sum(plan.n_trained) / step_s, step_s),

@@ -50,11 +50,10 @@ def parse_answer(received: bytearray, is_closed: bool = False) -> Answer | None:
         return None if body is None else Answer(status, body, keep)
     if b"content-length" in headers:
         n = int(headers[b"content-length"])
-        whole = len(received) >= begin + n
+        if len(received) < begin + n:
+            return None
         # The view saves a copy: an answer with nine log-probs a token has 600 bytes a token.
-        return (
-            Answer(status, bytes(memoryview(received)[begin : begin + n]), keep) if whole else None
-        )
+        return Answer(status, bytes(memoryview(received)[begin : begin + n]), keep)
     return Answer(status, bytes(received[begin:]), False) if is_closed else None
 
 
