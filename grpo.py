@@ -95,9 +95,10 @@ def prepare(argv, plan_path):
 def check(config, task):
     """What is wrong with the task to learn, with that of --eval_env, or with a checkpoint to resume
     from, is said before anything starts."""
-    tasks.check_task(task)
+    names = asdict(config)
+    tasks.check_task(task, names)
     if config.eval_env:
-        tasks.check_task(tasks.load_eval_task(config, task))
+        tasks.check_task(tasks.load_eval_task(config, task), names)
     if config.save_strategy == "epoch" and not tasks.has_epochs(task):
         raise ValueError(
             f"--save_strategy epoch: task {task.name} streams its dataset or has none, so the end "
@@ -358,12 +359,11 @@ def sharded_policy(config, model_path, device, longest, compiled):
 def connect(fleet, config):
     """Wait for the servers and refuse one that cannot serve this run. (With top_k it ends a turn
     that does not fit by itself, so any length will do.)"""
-    told = 0
+    told = Counter()  # when a line was last printed, by server
 
     def progress(server, waited_s):
-        nonlocal told
-        if waited_s - told >= 10:
-            told = waited_s
+        if waited_s - told[server] >= 10:
+            told[server] = waited_s
             say(f"waiting for the vLLM server at {server.url} ({waited_s:.0f} s)")
 
     fleet.wait_until_ready(progress)

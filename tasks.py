@@ -153,9 +153,13 @@ def load_eval_task(config, task: Task) -> Task:
     return load_task(config.eval_env, shared)
 
 
-def check_task(task: Task) -> None:
-    """Raise, in one line with the remedy, for what cannot work; before anything is started."""
+def check_task(task: Task, run_options=()) -> None:
+    """Raise, in one line with the remedy, for what cannot work; before anything is started.
+    run_options: names that the task's own options must not have."""
     where, loop = f"task {task.name}", task.rollout_loop
+    own = vars(task.options) if task.options else {}
+    if twice := sorted(own.keys() & set(run_options)):
+        raise ValueError(f"{where}: rename {twice}, which are options of the run")
     factories = as_factories(task.environment_factory)
     if loop is not None and not (isinstance(loop, type) and issubclass(loop, RolloutLoop)):
         raise ValueError(f"{where}: rollout_loop {loop!r} must be a subclass of RolloutLoop")

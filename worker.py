@@ -132,10 +132,7 @@ class RolloutWorker:
         evaluates: bool = False,  # evaluates when asked, instead of making samples (evaluate.py)
         adapter_name: str | None = None,  # what is sampled, with {version} in it, if not the model
     ):
-        check_task(task)
-        twice = sorted(config.keys() & (vars(task.options).keys() if task.options else ()))
-        if twice:
-            raise ValueError(f"task {task.name}: rename {twice}, which are options of the run")
+        check_task(task, config)
         self._timeout_s = config["rollout_worker_timeout"]
         self._arguments = {
             "pickled_task": pickle.dumps(task),

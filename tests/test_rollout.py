@@ -920,7 +920,9 @@ def test_task_file_is_loaded_by_path_with_its_options(tmp_path):
     task = tasks.load_task(str(path), {"n": 5})
     assert (task.name, task.options.n, len(task.rows)) == ("tokens", 5, 5)
     assert task.config_overrides == {"temperature": 0.5} and len(task.reward_funcs) == 1
-    tasks.check_task(task)
+    tasks.check_task(task, ["seed"])
+    with pytest.raises(ValueError, match=r"task tokens: rename \['n'\], which are options of the"):
+        tasks.check_task(task, ["n", "seed"])
     with pytest.raises(ValueError, match="no task file .*: give a path, or one of"):
         tasks.load_task("no_such_task")
 
