@@ -29,9 +29,9 @@ class Sample:
     sampler_log_probs: np.ndarray  # float32[T], valid where trained; NaN or <= -9998 is missing
     top_ids: np.ndarray  # int32[n, K], the sampler's head at each trained token
     top_log_probs: np.ndarray  # float32[n, K]; NaN or <= -9998: no such candidate
-    set_ids: np.ndarray | None  # int32[m], candidate sets of truncated sampling, one after another
-    set_offsets: np.ndarray | None  # int32[n + 1], where the set of each trained token begins
     versions: np.ndarray  # int32[T], weight version that generated the token; -1 where not trained
+    set_ids: np.ndarray | None = None  # int32[m], candidate sets of truncated sampling, end to end
+    set_offsets: np.ndarray | None = None  # int32[n + 1], where each trained token's set begins
     advantage: float = 0.0
     group_id: int = -1
     row_index: int = -1

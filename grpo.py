@@ -405,8 +405,6 @@ def text_sample(ids):
         sampler_log_probs=np.zeros(n, np.float32),
         top_ids=np.empty((n - 1, 0), np.int32),
         top_log_probs=np.empty((n - 1, 0), np.float32),
-        set_ids=None,
-        set_offsets=None,
         versions=np.zeros(n, np.int32),
     )
 

@@ -1,7 +1,7 @@
 """What several test files share: a tiny random Qwen3 folder and a real CPU vLLM server on it.
 
-    tiny_folder   a Hugging Face folder, made offline: config, fp32 weights, byte-level tokenizer
-                  with a ChatML template
+    tokenizer_folder   with the byte-level tokenizer and its ChatML template
+    tiny_folder   a Hugging Face folder, made offline: config, fp32 weights, that tokenizer
     tiny_server   TinyServer(url, name, folder, log, process) around it; about 25 s, once a session.
                   Marker `server`. Its weights are whatever the last sync left there: a test that
                   cares about them sends them first
@@ -63,6 +63,13 @@ def make_tokenizer():
     )
     tokenizer.chat_template = CHATML
     return tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def make_tiny_qwen3(folder):

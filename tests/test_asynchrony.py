@@ -17,7 +17,6 @@ import pytest
 import requests
 import soak
 from aiohttp import web
-from conftest import make_tokenizer
 from test_rollout import (
     FakeServer,
     Run,
@@ -90,13 +89,6 @@ def server():
     yield server
     asyncio.run_coroutine_threadsafe(server._end(), server.loop).result(10)
     server.loop.call_soon_threadsafe(server.loop.stop)
-
-
-@pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer().save_pretrained(folder)
-    return folder
 
 
 async def until(condition, seconds=10):

@@ -17,6 +17,7 @@ import attention
 import deltanet
 import model
 import packing
+from chat import Sample
 from config import Config
 
 SHAPE = dict(
@@ -71,17 +72,14 @@ def make_model(family, attn=attention.ATTENTION, seed=0):
 def make_sample(ids, prompt):
     ids = np.asarray(ids, np.int32)
     n = len(ids) - prompt
-    return SimpleNamespace(
+    return Sample(
         input_ids=ids,
         trained=np.arange(len(ids)) >= prompt,
         sampler_log_probs=np.zeros(len(ids), np.float32),
         top_ids=np.zeros((n, 0), np.int32),
         top_log_probs=np.zeros((n, 0), np.float32),
-        set_ids=None,
-        set_offsets=None,
+        versions=np.zeros(len(ids), np.int32),
         advantage=1.0,
-        group_id=0,
-        row_index=0,
     )
 
 

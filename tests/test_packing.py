@@ -19,29 +19,12 @@ from hypothesis import strategies as st
 import attention
 import planner
 from attention import TreeMask
+from chat import Sample
 from packing import Row, bucket, pack_row
 from planner import END, Plan, Planner, plan_steps
 
 VOCAB = 11
 quick = settings(max_examples=150, deadline=None, database=None)
-
-
-@dataclasses.dataclass
-class Sample:
-    """The fields of chat.Sample that packing reads."""
-
-    input_ids: np.ndarray
-    trained: np.ndarray
-    sampler_log_probs: np.ndarray
-    top_ids: np.ndarray
-    top_log_probs: np.ndarray
-    advantage: float = 1.0
-    group_id: int = 0
-    row_index: int = 0
-    closes_group: bool = False
-    set_ids: np.ndarray | None = None
-    set_offsets: np.ndarray | None = None
-    metrics: dict = dataclasses.field(default_factory=dict)
 
 
 def make(ids, trained=None, group=0, k=0, advantage=1.0):
@@ -51,13 +34,15 @@ def make(ids, trained=None, group=0, k=0, advantage=1.0):
     trained = np.arange(len(ids)) > 0 if trained is None else np.array(trained, bool)
     n = int(trained.sum())
     return Sample(
-        ids,
-        trained,
-        np.float32(-np.arange(len(ids)) / 100 - advantage),
-        np.zeros((n, k), np.int32),
-        np.zeros((n, k), np.float32),
-        advantage,
-        group,
+        input_ids=ids,
+        trained=trained,
+        sampler_log_probs=np.float32(-np.arange(len(ids)) / 100 - advantage),
+        top_ids=np.zeros((n, k), np.int32),
+        top_log_probs=np.zeros((n, k), np.float32),
+        versions=np.zeros(len(ids), np.int32),
+        advantage=advantage,
+        group_id=group,
+        row_index=0,
     )
 
 

@@ -23,7 +23,7 @@ import datasets
 import numpy as np
 import pytest
 from aiohttp import web
-from conftest import free_port, make_tokenizer
+from conftest import free_port
 
 import chat
 import load
@@ -932,13 +932,6 @@ def test_task_file_is_loaded_by_path_with_its_options(tmp_path):
 
 def first_id(completion_ids, **columns):
     return [float(ids[0]) for ids in completion_ids]
-
-
-@pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer().save_pretrained(folder)
-    return folder
 
 
 @contextlib.contextmanager

@@ -41,8 +41,6 @@ def make_samples(n_groups=4, group_size=3, seed=0):
                     sampler_log_probs=random.normal(-5.5, 0.3, len(ids)).astype(np.float32),
                     top_ids=random.integers(0, 250, (n, 3)).astype(np.int32),
                     top_log_probs=random.normal(-5.5, 0.3, (n, 3)).astype(np.float32),
-                    set_ids=None,
-                    set_offsets=None,
                     versions=np.where(trained, 0, -1).astype(np.int32),
                     advantage=float(random.normal()),
                     group_id=group,
