@@ -142,9 +142,7 @@ class ToolRunner:
 
     def __init__(self, *, max_concurrent: int, timeout_s: float, record):
         self.timeout_s, self.record = timeout_s, record
-        self.max_result_chars = (
-            100_000  # a bound for what is tokenized; see RolloutLoop._learn_tools
-        )
+        self.max_result_chars = 100_000  # that are tokenized; see RolloutLoop._learn_tools
         self.threads = Threads(max_concurrent, record)
         self.out_of_time: set[int] = set()  # id() of environments in which a call may go on
 
