@@ -89,10 +89,11 @@ def generation_limit(now, max_concurrent):
             f"The server's load sets the limit ({flight}, cap {cap:.0f}{cache}): "
             "give vLLM more GPUs or KV cache, or shorten completions."
         )
-    if waiting > 1:
+    waited_s = now["rollout/score_wait_s"]  # groups that end together wait a moment, too
+    if waiting > 1 and waited_s > HIGH_WAIT * now["rollout/duration_s"]:
         return (
-            f"Scoring lags ({waiting:.0f} groups wait, {now['rollout/score_s']:.1f} s a "
-            "group): speed up the reward functions."
+            f"Scoring lags ({waiting:.0f} groups wait for {waited_s:.1f} s, one takes "
+            f"{now['rollout/score_s']:.1f} s): speed up the reward functions."
         )
     return (
         f"vLLM makes {now['rollout/generated_tokens_per_s']:,.0f} tokens/s ({flight}{cache}): "

@@ -23,6 +23,8 @@ SERVER = {
     "rollout/score_s": 2.5,
     "rollout/vllm_kv_cache_usage_frac": 0.3,
     "rollout/score_queue_size": 0,
+    "rollout/score_wait_s": 0.1,
+    "rollout/duration_s": 10.0,
     "rollout/generated_tokens_per_s": 3200,
 }
 
@@ -60,8 +62,12 @@ SERVER = {
             "The server's load sets the limit (99 rollouts in flight, cap 100, KV cache 83% full)",
         ),
         (
+            WAITS | SERVER | {"rollout/score_queue_size": 5, "rollout/score_wait_s": 12.5},
+            "Scoring lags (5 groups wait for 12.5 s, one takes 2.5 s)",
+        ),
+        (  # they ended together and are scored at once
             WAITS | SERVER | {"rollout/score_queue_size": 5},
-            "Scoring lags (5 groups wait, 2.5 s a group)",
+            "vLLM makes 3,200 tokens/s",
         ),
         ({}, None),
     ],
