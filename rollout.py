@@ -161,6 +161,8 @@ class RolloutLoop:
             turns.append(turn)
             message, calls = self.template.reply(turn.output_ids, turn.prompt_ids, schemas)
             completion.append(message)
+            if calls:
+                self.record("tools/parallel_calls_mean", len(calls))
             out_of_turns = bool(calls) and limit is not None and len(turns) > limit
             if not calls or out_of_turns:
                 break
@@ -173,7 +175,6 @@ class RolloutLoop:
             completion += [message for message, _ in answers]
             n_calls += len(calls)
             n_failed += sum(failed for _, failed in answers)
-            self.record("tools/parallel_calls_mean", len(calls))
             if not self._fits(prompt_ids):
                 self.record("tools/context_exhausted_count", 1)
                 break

@@ -160,6 +160,7 @@ def test_rollout_ends_when_it_may_call_no_more(server, limit, turns):
     assert result.mean("rollout/turns_mean") == turns
     assert result.mean("tools/loop_exhausted_frac") == 1
     assert result.mean("tools/call_frequency") == limit
+    assert len(result.records["tools/parallel_calls_mean"]) == 4 * turns  # the last one calls, too
 
 
 def test_conversation_that_would_not_fit_ends_there_and_is_counted(server):
