@@ -1080,7 +1080,7 @@ def test_worker_does_not_outlive_a_killed_trainer(tmp_path):
     pid = int(trainer.stdout.readline())
     os.kill(trainer.pid, signal.SIGKILL)
     trainer.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while is_alive(pid):
-        assert time.monotonic() < deadline, "the worker is still there after 10 s"
+        assert time.monotonic() < deadline, "the worker is still there after 60 s"
         time.sleep(0.05)
