@@ -457,7 +457,7 @@ def say_result(metrics, compiled):
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         say(f"{graphs} graphs were compiled, for the lengths of rows and the head's tiles")
     rewards = [w["reward"] for w in metrics.history if math.isfinite(w.get("reward", math.nan))]
-    if n := min(5, len(rewards)):
+    if n := min(5, len(rewards) // 2):
         begin, end = (sum(part) / n for part in (rewards[:n], rewards[-n:]))
         say(f"mean reward: {begin:.3f} in the first {n} steps, {end:.3f} in the last {n}")
 
