@@ -459,7 +459,7 @@ def say_result(metrics, compiled):
     rewards = [w["reward"] for w in metrics.history if math.isfinite(w.get("reward", math.nan))]
     if n := min(5, len(rewards) // 2):
         begin, end = (sum(part) / n for part in (rewards[:n], rewards[-n:]))
-        say(f"mean reward: {begin:.3f} in the first {n} steps, {end:.3f} in the last {n}")
+        say(f"mean reward of the first {n} and of the last {n} steps: {begin:.3f}, {end:.3f}")
 
 
 def records(values):

@@ -48,7 +48,7 @@ def test_run_sh_trains_draws_and_leaves_nothing(own_folder, tmp_path):
     process = start_run_sh(own_folder, tmp_path, "--max_steps", "2")
     code, output = finish(process, tmp_path, timeout=300)
     assert code == 0, output[-3000:]
-    assert re.search(r"mean reward: 0\.\d+ in the first 2 steps", output)
+    assert re.search(r"mean reward of the first 1 and of the last 1 steps: 0\.\d+, 0\.\d+", output)
     assert re.search(r"run\.sh: \d+\.\d minutes in all, exit code 0", output)
     assert (tmp_path / "run/final/config.json").exists()
     assert group_is_gone(process) and ours(own_folder) == []
