@@ -332,6 +332,5 @@ def test_run_sh_trains_a_hybrid_whose_weights_arrive(tmp_path):
     process = start_run_sh(folder, tmp_path, "--max_steps", "3", "--learning_rate", "0.02")
     code, output = finish(process, tmp_path, timeout=300)
     assert code == 0, output[-3000:]
-    assert "in the first 3 steps" in output
     checks = [window["sampling/sync_check_max"] for window in windows(tmp_path)]
     assert len(checks) == 3 and max(checks) < 0.6
