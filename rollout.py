@@ -38,7 +38,6 @@ import math
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -51,6 +50,7 @@ from router import Router, Stale
 from sampler import RequestRefused, Sampler, ServerLost
 from scoring import (
     FinishedRollout,
+    OpenGroup,
     RolloutGroup,
     as_text,
     call_reward,
@@ -71,43 +71,6 @@ SCORE_QUEUE_SIZE = 16  # groups, as in the spec
 TICK_S = 0.02  # how long the worker may overlook what the trainer wrote into shared memory
 REPORT_S = 1.0  # between two reports of rates and counts
 POLL_LOAD_S = 5.0  # between two looks at the server's /metrics, as in the spec
-
-# ------------------------------------------------------------------------------------------ records
-
-
-@dataclass(eq=False)
-class _OpenGroup:
-    """A group whose rollouts are still running."""
-
-    group_id: int
-    row_index: int
-    row: dict
-    version: int
-    n_open: int  # rollouts that are not there yet
-    finished: list[FinishedRollout] = field(default_factory=list)
-    tokens: int = 0  # Sample.own_tokens of all of them
-    queued_at: float = 0.0
-
-    def closed(self) -> RolloutGroup:
-        rollouts = [one.rollout for one in self.finished]
-        n = len(rollouts)
-        columns = {name: value for name, value in self.row.items() if name != "prompt"}
-        return RolloutGroup(
-            prompts=[one.prompt for one in self.finished],
-            reward_kwargs={name: [value] * n for name, value in columns.items()},
-            completions=[rollout.completion for rollout in rollouts],
-            completions_ids=[rollout.completion_ids for rollout in rollouts],
-            completions_sequences=[one.samples for one in self.finished],
-            tool_call_counts=[rollout.tool_call_count for rollout in rollouts],
-            tool_failure_counts=[rollout.tool_failure_count for rollout in rollouts],
-            model_version=self.version,
-            group_id=self.group_id,
-            row_index=self.row_index,
-            env_rewards=[one.env_reward for one in self.finished],
-            rollout_rewards=[rollout.reward for rollout in rollouts],
-            rollout_ids=[rollout.rollout_id for rollout in rollouts],
-            queued_at=self.queued_at,
-        )
 
 
 class Slot(enum.IntEnum):
@@ -416,7 +379,7 @@ class RolloutLoop:
                 continue
             n_admitted += 1
             n = self.config.num_generations
-            group = _OpenGroup(prompt.group_id, prompt.row_index, prompt.row, self.version, n)
+            group = OpenGroup(prompt.group_id, prompt.row_index, prompt.row, self.version, n)
             self._open_groups += 1
             self._open_rollouts += n
             for _ in range(n):
@@ -436,7 +399,7 @@ class RolloutLoop:
 
     # ---- rollouts
 
-    async def _run_rollout(self, group: _OpenGroup) -> None:
+    async def _run_rollout(self, group: OpenGroup) -> None:
         start = time.monotonic()
         finished = await self._generate(group)
         self.in_flight -= 1
@@ -457,7 +420,7 @@ class RolloutLoop:
         group.queued_at = time.monotonic()
         await self._to_score.put(group)
 
-    async def _generate(self, group: _OpenGroup) -> FinishedRollout | None:
+    async def _generate(self, group: OpenGroup) -> FinishedRollout | None:
         """A rollout of the group, or None if it failed twice. Some failures end the run."""
         failures = 0
         while True:
@@ -493,7 +456,7 @@ class RolloutLoop:
                     return None
                 self.record("rollout/restarted_count", 1)
 
-    async def _generate_in_environment(self, group: _OpenGroup) -> FinishedRollout:
+    async def _generate_in_environment(self, group: OpenGroup) -> FinishedRollout:
         """A rollout with what belongs to it before and after: its environment's reset() and reward.
         An environment whose rollout failed is not used again."""
         row, environment, tools, reward = group.row, None, list(self.task.tools), None

@@ -9,7 +9,7 @@ import functools
 import math
 import numbers
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -81,6 +81,41 @@ class FinishedRollout:
     prompt: list[dict]  # with what the environment's reset() said
     env_reward: tuple[type, float | None] | None
     seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class OpenGroup:
+    """A group whose rollouts are still running."""
+
+    group_id: int
+    row_index: int
+    row: dict
+    version: int
+    n_open: int  # rollouts that are not there yet
+    finished: list[FinishedRollout] = field(default_factory=list)
+    tokens: int = 0  # Sample.own_tokens of all of them
+    queued_at: float = 0.0
+
+    def closed(self) -> RolloutGroup:
+        rollouts = [one.rollout for one in self.finished]
+        n = len(rollouts)
+        columns = {name: value for name, value in self.row.items() if name != "prompt"}
+        return RolloutGroup(
+            prompts=[one.prompt for one in self.finished],
+            reward_kwargs={name: [value] * n for name, value in columns.items()},
+            completions=[rollout.completion for rollout in rollouts],
+            completions_ids=[rollout.completion_ids for rollout in rollouts],
+            completions_sequences=[one.samples for one in self.finished],
+            tool_call_counts=[rollout.tool_call_count for rollout in rollouts],
+            tool_failure_counts=[rollout.tool_failure_count for rollout in rollouts],
+            model_version=self.version,
+            group_id=self.group_id,
+            row_index=self.row_index,
+            env_rewards=[one.env_reward for one in self.finished],
+            rollout_rewards=[rollout.reward for rollout in rollouts],
+            rollout_ids=[rollout.rollout_id for rollout in rollouts],
+            queued_at=self.queued_at,
+        )
 
 
 def rollout_records(finished: list[FinishedRollout], eos_token_ids: frozenset, has_tools: bool):
