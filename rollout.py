@@ -46,8 +46,8 @@ import dump
 from environments import Environments, methods
 from load import LoadLimit, parse_load
 from prompts import prompts
-from router import Router, Stale
-from sampler import RequestRefused, Sampler, ServerLost
+from router import Stale, make_router
+from sampler import RequestRefused, ServerLost
 from scoring import (
     FinishedRollout,
     OpenGroup,
@@ -192,28 +192,14 @@ class RolloutLoop:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.start_index, self.used = start_index, used  # the first prompt; those to leave out
         self.rollout_timeout_s = config.rollout_timeout_s or config.vllm_server_timeout
-        centered = config.score_centering and config.loss == "grpo"
-        samplers = [
-            Sampler(
-                url,
-                model_name,
-                max_tokens=config.max_completion_length,
-                temperature=config.temperature,
-                top_p=config.top_p,
-                top_k=config.top_k,
-                min_p=config.min_p,
-                num_logprobs=config.num_sampler_logprobs if centered else 0,
-                eos_token_ids=eos_token_ids,
-                timeout_s=config.vllm_server_timeout,
-                # A resumed run starts elsewhere: it must not draw the first replies again.
-                seed=int(
-                    np.random.SeedSequence([config.seed, start_index, i]).generate_state(1)[0]
-                ),
-                adapter=adapter_name,
-            )
-            for i, url in enumerate(config.vllm_server_base_url.split(","))
-        ]
-        self.sampler = Router(samplers, lambda: self.version, config.max_staleness)
+        self.sampler = make_router(
+            config,
+            lambda: self.version,
+            model_name=model_name,
+            eos_token_ids=eos_token_ids,
+            start_index=start_index,
+            adapter_name=adapter_name,
+        )
         self.load_limit = LoadLimit(config.max_concurrent_rollouts, config.max_concurrent_rollouts)
         self.records = []  # (name, value, weight) since the last message to the trainer
         self.stories = []  # dump.stories since then

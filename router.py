@@ -1,6 +1,7 @@
 """Which server a request goes to, and from which adapter a rollout samples.
 
     Router       what the rollout loop samples from: one Sampler a server
+    make_router  ... made of the options of a run
     Stale        a rollout's adapter is more than max_staleness syncs old: it is dropped and counted
 
 With several servers the least loaded is asked; one that does not answer is left out, and its
@@ -22,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 
 from chat import TurnRecord
 from sampler import Sampler, ServerLost
@@ -180,3 +182,27 @@ class Router:
             self.out.pop(sampler, None)
         else:
             self.out.setdefault(sampler, f"{sampler.url} has not got the newest weights")
+
+
+def make_router(config, version, *, model_name, eos_token_ids, start_index, adapter_name) -> Router:
+    """The Router over the servers of a run; config is the worker's, version() as in Router."""
+    centered = config.score_centering and config.loss == "grpo"
+    samplers = [
+        Sampler(
+            url,
+            model_name,
+            max_tokens=config.max_completion_length,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
+            num_logprobs=config.num_sampler_logprobs if centered else 0,
+            eos_token_ids=eos_token_ids,
+            timeout_s=config.vllm_server_timeout,
+            # A resumed run starts elsewhere: it must not draw the first replies again.
+            seed=int(np.random.SeedSequence([config.seed, start_index, i]).generate_state(1)[0]),
+            adapter=adapter_name,
+        )
+        for i, url in enumerate(config.vllm_server_base_url.split(","))
+    ]
+    return Router(samplers, version, config.max_staleness)
