@@ -143,8 +143,8 @@ def make_folder(folder, tiny):
 
 
 @contextlib.contextmanager
-def serve(folder, tiny, log):
-    """A vLLM server on GPU 0 (or the CPU) while the block runs; -> its url."""
+def serve(folder, name, log, extension, *options, tiny=False):
+    """A vLLM server on GPU 0 (or the CPU, if tiny) while the block runs; -> its url."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -156,22 +156,22 @@ def serve(folder, tiny, log):
         HF_HUB_OFFLINE="1",
         CUDA_VISIBLE_DEVICES="" if tiny else "0",
     )
-    options = f"""--host 127.0.0.1 --port {port} --served-model-name shape --load-format dummy
+    flags = f"""--host 127.0.0.1 --port {port} --served-model-name {name}
         --logprobs-mode processed_logprobs --max-logprobs 9 --enable-scale-out
-        --worker-extension-cls {EXTENSION}""".split()
+        --worker-extension-cls {extension}""".split()
     if tiny:
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
-        options += "--dtype float32 --max-model-len 512 --max-num-batched-tokens 2048".split()
-        options += ["--no-enable-chunked-prefill", "--enforce-eager"]
-        command = ["-m", "vllm.entrypoints.openai.api_server", "--model", folder, *options]
+        flags += "--dtype float32 --max-model-len 512 --max-num-batched-tokens 2048".split()
+        flags += ["--no-enable-chunked-prefill", "--enforce-eager"]
+        command = ["-m", "vllm.entrypoints.openai.api_server", "--model", folder]
     else:
-        options += "--dtype bfloat16 --max-model-len 4096 --api-server-count 8".split()
-        options += ["--gpu-memory-utilization", "0.5"]
-        options += ["--weight-transfer-config", '{"backend":"nccl"}']
-        command = ["-m", "vllm.entrypoints.cli.main", "serve", folder, *options]
+        flags += "--dtype bfloat16 --max-model-len 4096 --api-server-count 8".split()
+        flags += ["--gpu-memory-utilization", "0.5"]
+        flags += ["--weight-transfer-config", '{"backend":"nccl"}']
+        command = ["-m", "vllm.entrypoints.cli.main", "serve", folder]
     with open(log, "wb") as output:
         process = subprocess.Popen(
-            [sys.executable, *command],
+            [sys.executable, *command, *flags, *options],
             env=environment,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -434,7 +434,9 @@ def main():
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         config = make_folder(folder, args.tiny)
         say("starting the server")
-        url = stack.enter_context(serve(folder, args.tiny, args.log))
+        dummy = ("--load-format", "dummy")
+        server = serve(folder, "shape", args.log, EXTENSION, *dummy, tiny=args.tiny)
+        url = stack.enter_context(server)
         say("it is ready; making the trainer")
         fleet, clock = Fleet([url], 60.0), Clock()
         (server,) = fleet.servers

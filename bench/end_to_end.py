@@ -1,0 +1,300 @@
+"""Claim: a reward threshold in at most half of the wall time that TRL's AsyncGRPOTrainer needs.
+
+    pip install flash-attn-4==4.0.0b36 nvidia-cutlass-dsl==4.8.0; pip install --no-deps trl==1.16.0
+    python bench/end_to_end.py                 # two GPUs of one host, 8 minutes
+    python bench/end_to_end.py --seeds 0,1,2   # 20 minutes
+
+SmolLM2-135M learns sums of two two-digit numbers: one vLLM server for all on GPU 0, on GPU 1 one
+trainer after the other, each with a new process, the same data, group size, lengths, token budget,
+learning rate, AdamW, requests in flight and number of steps:
+
+    trl          AsyncGRPOTrainer of TRL 1.16: float32 masters under bfloat16 autocast, layers not
+                 recomputed; its attention kernel is flash-attn-4, as it fetches its own from a hub
+    surrogate    ours with --score_centering false, which is TRL's loss
+    centered     ours as it is
+
+This file is the task of all three: its reward function notes when it scored what, so that rewards
+and generated tokens are counted in the same way. `seconds` run from the start of the trainer's
+process, `after the first` from its first scored group. The share of time that a GPU works is
+nvidia-smi's, from the first step to the last.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)  # this file's folder has a sync.py too
+
+from envs import arithmetic  # noqa: E402
+
+THRESHOLD = 0.5  # of the mean reward, over
+WINDOW = 512  # completions
+COMMON = dict(  # options of the same name and meaning on both sides
+    learning_rate=1e-5,
+    adam_beta2=0.95,
+    num_generations=16,
+    max_completion_length=16,
+    token_budget=4096,
+    max_staleness=4,
+)
+IN_FLIGHT = 512
+
+# --------------------------------------------------------------------------- the task of all three
+
+Options = arithmetic.Options
+dataset = arithmetic.dataset
+SCORES = "BENCH_SCORES"  # environment variable: the file in which rewards are noted
+
+
+def correct(completions, completion_ids, **columns):
+    """The arithmetic task's reward, noted with its time and the number of generated tokens."""
+    rewards = arithmetic.correct(completions, **columns)
+    with open(os.environ[SCORES], "a") as file:
+        print(time.time(), sum(rewards), len(rewards), sum(map(len, completion_ids)), file=file)
+    return rewards
+
+
+reward_funcs = [correct]
+
+# ---------------------------------------------------------------------------------- TRL's trainer
+
+
+def train_trl(model, url, folder, steps, seed):
+    """One process: AsyncGRPOTrainer with the options above; its log goes to metrics.jsonl."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl.chat_template_utils import qwen3_template
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
+
+    class Kernel:
+        """What TRL asks of the kernel that it would fetch."""
+
+        @staticmethod
+        def flash_attn_varlen_func(q, k, v, cu_q, cu_k, longest_q, longest_k, **options):
+            from flash_attn.cute import flash_attn_varlen_func
+
+            return flash_attn_varlen_func(
+                q,
+                k,
+                v,
+                cu_seqlens_q=cu_q,
+                cu_seqlens_k=cu_k,
+                max_seqlen_q=int(longest_q),
+                max_seqlen_k=int(longest_k),
+                **{name: x for name, x in options.items() if x != (-1, -1)},  # no window
+            )
+
+    packing._flash_attn = lambda: Kernel
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.response_template = qwen3_template  # it has none; the same ChatML, and nothing calls
+
+    class Log(TrainerCallback):
+        def on_log(self, args, state, control, logs, **unused):
+            with open(Path(folder, "metrics.jsonl"), "a") as file:
+                print(json.dumps(logs | {"time": time.time()}), file=file)
+
+    trainer = AsyncGRPOTrainer(
+        model=model,
+        reward_funcs=correct,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list(dataset(Options(digits=2))),
+        args=AsyncGRPOConfig(
+            **COMMON,
+            output_dir=folder,
+            vllm_server_base_url=url,
+            max_steps=steps,
+            seed=seed,
+            max_inflight_tasks=IN_FLIGHT,
+            gradient_checkpointing=False,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+        callbacks=[Log()],
+    )
+    trainer.train()
+
+
+# ------------------------------------------------------------------------------------- one trainer
+
+
+def run(name, url, args, seed):
+    """Start the trainer of one side, wait for its end; -> its figures."""
+    folder = Path(args.folder, f"{name}-{seed}")
+    folder.mkdir(parents=True)
+    environment = dict(os.environ, CUDA_VISIBLE_DEVICES="1", HF_HUB_OFFLINE="1")
+    environment[SCORES] = str(folder / "scores")
+    if name == "trl":
+        options = dict(trl=1, url=url, folder=folder, steps=args.steps, seeds=seed)
+        command = [__file__]
+    else:
+        options = COMMON | dict(
+            digits=2,
+            env=__file__,
+            model=args.model,
+            vllm_server_base_url=url,
+            output_dir=folder,
+            max_steps=args.steps,
+            seed=seed,
+            score_centering="false" if name == "surrogate" else "true",
+            save_strategy="no",
+            max_concurrent_rollouts=IN_FLIGHT,
+        )
+        command = ["grpo.py"]
+    command += [part for option, value in options.items() for part in (f"--{option}", str(value))]
+    began = time.time()
+    with open(folder / "log", "wb") as log, gpu_load(folder / "load"):
+        trainer = subprocess.Popen(
+            [sys.executable, *command], cwd=ROOT, env=environment, stdout=log, stderr=log
+        )
+        try:
+            code = trainer.wait(args.seconds)
+        except subprocess.TimeoutExpired:
+            trainer.terminate()
+            code = trainer.wait()
+    if code:
+        print((folder / "log").read_text(errors="replace")[-3000:])
+    found = figures(folder, began)
+    cells = " ".join(f"{key} {value:.4g}," for key, value in found.items())
+    print(f"{name}, seed {seed}: {cells} exit code {code}", flush=True)
+    return found
+
+
+@contextlib.contextmanager
+def gpu_load(path):
+    """While the block runs nvidia-smi writes time, GPU and the percent of time with a kernel."""
+    query = "--query-gpu=timestamp,index,utilization.gpu"
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", "250"]
+    with open(path, "wb") as file:
+        process = subprocess.Popen(command, stdout=file)
+        try:
+            yield
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def busy(path, begin, end):
+    """Mean percent of time with a kernel running, [GPU 0, GPU 1], between two times."""
+    seen = ([], [])
+    for line in path.read_text().splitlines()[:-1]:
+        stamp, gpu, percent = line.split(", ")
+        if int(gpu) < 2 and begin <= stamp_seconds(stamp) <= end:
+            seen[int(gpu)].append(float(percent))
+    return [statistics.fmean(gpu) if gpu else float("nan") for gpu in seen]
+
+
+def stamp_seconds(stamp):
+    whole, fraction = stamp.split(".")
+    return time.mktime(time.strptime(whole, "%Y/%m/%d %H:%M:%S")) + float(f"0.{fraction}")
+
+
+def curve(scores):
+    """Lines of the reward function -> [(time, mean reward of the last WINDOW completions)]."""
+    points, total, n, begin = [], 0.0, 0, 0
+    for when, rewards, count, _ in scores:
+        total, n = total + rewards, n + count
+        while n - scores[begin][2] >= WINDOW:
+            total, n, begin = total - scores[begin][1], n - scores[begin][2], begin + 1
+        if n >= WINDOW:
+            points.append((when, total / n))
+    return points
+
+
+def figures(folder, began):
+    """What one trainer did, from the reward function's notes, its metrics and nvidia-smi."""
+    text = (folder / "scores").read_text() if (folder / "scores").exists() else ""
+    scores = [tuple(map(float, line.split())) for line in text.splitlines()]
+    log = folder / "metrics.jsonl"
+    steps = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    steps = [step for step in steps if "loss" in step and "batch/trained_tokens_per_step" in step]
+    if not scores or len(steps) < 2:
+        return {}
+    points = curve(scores)
+    (folder / "curve.json").write_text(json.dumps([(t - began, r) for t, r in points]))
+    reached = next((when for when, reward in points if reward >= THRESHOLD), float("nan"))
+    times = [step["time"] for step in steps]
+    begin, end = times[0], times[-1]
+    within = [score for score in scores if begin <= score[0] <= end]
+    server, trainer = busy(folder / "load", begin, end)
+
+    def mean(name):  # of the steps after the first, which has start-up in it
+        values = [step[name] for step in steps[1:] if step.get(name) is not None]
+        return statistics.fmean(values) if values else float("nan")
+
+    return {
+        "seconds": reached - began,
+        "after the first": reached - scores[0][0],
+        "first step at": begin - began,
+        "steps": len(steps),
+        "s a step": (end - begin) / (len(steps) - 1),
+        "last reward": points[-1][1] if points else float("nan"),
+        "generated tokens/s": sum(score[3] for score in within) / (end - begin),
+        "trained tokens/s": sum(s["batch/trained_tokens_per_step"] for s in steps[1:])
+        / (end - begin),
+        "samples a step": mean("batch/samples_per_step"),
+        "server works %": server,
+        "trainer works %": trainer,
+        "sync s": mean("perf/weight_sync_s"),
+        "staleness": mean("sample/staleness_mean"),
+        "wait s": mean("perf/rollout_wait_s"),
+    }
+
+
+def show(results):
+    """One table: a line a figure, a column a side, means over seeds; then the ratio."""
+    names = list(results)
+    keys = max((list(run) for runs in results.values() for run in runs), key=len)
+    means = {
+        name: {key: statistics.fmean(run.get(key, float("nan")) for run in runs) for key in keys}
+        for name, runs in results.items()
+    }
+    print("\n| | " + " | ".join(names) + " |\n|---|" + "---|" * len(names))
+    for key in keys:
+        print(f"| {key} | " + " | ".join(f"{means[name][key]:.4g}" for name in names) + " |")
+    for key in ("after the first", "seconds"):
+        for name in names:
+            if name != "trl" and "trl" in means:
+                ratio = means["trl"][key] / means[name][key]
+                print(f"reward {THRESHOLD}, {key}: TRL's time over that of {name} {ratio:.2f}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(ROOT / "models/smollm2-135m"))
+    parser.add_argument("--sides", default="trl,surrogate,centered")
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=200, help="of a trainer at most")
+    parser.add_argument("--folder", help="for logs and curves; default: a temporary one")
+    parser.add_argument("--url", help="of a server that runs; default: one is started")
+    parser.add_argument("--trl", help=argparse.SUPPRESS)  # this process is TRL's trainer
+    args = parser.parse_args()
+    if args.trl:
+        return train_trl(args.model, args.url, args.folder, args.steps, int(args.seeds))
+    from bench.sync import serve
+
+    args.folder = args.folder or tempfile.mkdtemp(prefix="end-to-end-")
+    results = {name: [] for name in args.sides.split(",")}
+    log = str(Path(args.folder, "server.log"))
+    Path(args.folder).mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        server = serve(args.model, args.model, log, "sync.WorkerExtension")
+        url = args.url or stack.enter_context(server)
+        for seed in args.seeds.split(","):
+            for name, runs in results.items():
+                runs.append(run(name, url, args, seed))
+    show(results)
+
+
+if __name__ == "__main__":
+    main()
