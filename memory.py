@@ -77,8 +77,11 @@ def estimate(
 
 def device_memory(device):
     """Bytes that this process may count on."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "cuda":  # a server may hold a part; all ranks must recompute alike
+        free, _ = torch.cuda.mem_get_info(device)
+        least = torch.tensor(free + torch.cuda.memory_reserved(device))
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        return int(least)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     # half of a machine without a GPU is the server's
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2 / processes

@@ -4,8 +4,8 @@
 #
 # Every --option goes to grpo.py (python grpo.py --help). Environment variables:
 #   MODEL=NAME ENV=NAME              the same as --model and --env
-#   TRAIN_GPUS=1 VLLM_GPUS=0         which GPUs train and which serve; by default the second and first half,
-#                                    or, where no server is started, all train
+#   TRAIN_GPUS=1 VLLM_GPUS=0         which GPUs train and which serve; by default the second and first half
+#                                    (a single one does both), or, where no server is started, all train
 #   PORT=N MAX_MODEL_LEN=N           the server's port (default: a free one) and longest prompt +
 #                                    completion
 #   VLLM_ARGS="..."                  more options for the server; with --enable-lora in them a LoRA
@@ -128,16 +128,16 @@ print(s.getsockname()[1])')}
     flags+=(--max-loras "$LORA_SLOTS" --max-lora-rank "$LORA_RANK")
   fi
   if [ "$gpus" -gt 0 ]; then
-    [ "$gpus" -gt 1 ] || [ -n "${TRAIN_GPUS:-}" ] || {
-      echo "run.sh: one GPU cannot both serve and train (NCCL refuses two processes on one device); on two"
-      echo "run.sh: or more it works. To try the CPU path here: CUDA_VISIBLE_DEVICES= bash run.sh"
-      exit 1
-    }
-    vllm_gpus=${VLLM_GPUS:-$(gpu_list 0 $((gpus / 2 - 1)))}
+    vllm_gpus=${VLLM_GPUS:-$(gpu_list 0 $((gpus > 1 ? gpus / 2 - 1 : 0)))}
     train_gpus=${TRAIN_GPUS:-$(gpu_list $((gpus / 2)) $((gpus - 1)))}
     flags+=(--max-model-len "${MAX_MODEL_LEN:-4096}" --api-server-count "$api_servers"
-      --dtype "$SERVER_DTYPE"
-      --weight-transfer-config '{"backend":"nccl"}')
+      --dtype "$SERVER_DTYPE")
+    if [ "$vllm_gpus" = "$train_gpus" ]; then
+      # NCCL refuses two processes on one device, so weights go through a file in shared memory
+      flags+=(--gpu-memory-utilization 0.4)
+    else
+      flags+=(--weight-transfer-config '{"backend":"nccl"}')
+    fi
     if [ -n "$TOP_K" ]; then # the candidate set of each token; only this runner returns it
       flags+=(--return-sampling-mask)
       export VLLM_USE_V2_MODEL_RUNNER=1

@@ -184,7 +184,7 @@ class VllmServer:
         info = self.info()
         # The token endpoint counts the sampled token among its entries: K needs K + 1.
         entries = num_sampler_logprobs + 1
-        way_ok = info.worker_extension == WORKER_EXTENSION if info.on_cpu else info.nccl
+        way_ok = info.nccl or info.worker_extension == WORKER_EXTENSION
         way = f"PYTHONPATH=. and --worker-extension-cls {WORKER_EXTENSION}, in this folder"
         if not info.on_cpu:
             way = """--weight-transfer-config '{"backend":"nccl"}'"""
@@ -375,7 +375,7 @@ class Fleet:
         self.infos = {server: server.check(model_name, **needs) for server in self.servers}
         first = self.infos[self.servers[0]]
         for server, info in self.infos.items():
-            for name in ("dtype", "on_cpu"):
+            for name in ("dtype", "nccl"):
                 ours, theirs = getattr(first, name), getattr(info, name)
                 if ours != theirs:
                     raise ValueError(

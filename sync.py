@@ -161,7 +161,7 @@ def make_sender(
                     check_slots(server.url, info, largest_rank(adapter), max_staleness)
                 return "adapter"
             warnings.warn(f"adapters are merged for the server: {problem}", stacklevel=2)
-        if any(info.on_cpu for info in infos):
+        if not all(info.nccl for info in infos):
             return "file"
         extensions = {info.worker_extension for info in infos}
         return "nccl, direct" if extensions == {WORKER_EXTENSION} else "nccl"

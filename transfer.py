@@ -1,7 +1,7 @@
 """How the bytes of a sync travel: the trainer's end and the server's end of each way.
 
-    FileSender         CPU: a file in shared memory, mapped and loaded by each worker
-    NcclSender         CUDA: buckets of weights, broadcast to the server's workers
+    FileSender         CPU, or one GPU for both: a file in shared memory, loaded by each worker
+    NcclSender         several GPUs: buckets of weights, broadcast to the server's workers
     WorkerExtension    the server's end; start it with --worker-extension-cls sync.WorkerExtension
     Copies             which bytes of a bucket belong where in the serving model
 
@@ -51,7 +51,7 @@ def read_manifest(lines) -> list[Entry]:
     return [Entry(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in lines]
 
 
-# ------------------------------------------------------------------------------------- CPU: file
+# ------------------------------------------------------------------------------------------ file
 
 
 class FileSender:
@@ -148,7 +148,7 @@ def map_file(path: str) -> torch.Tensor:
     return torch.from_file(path, shared=True, size=os.path.getsize(path), dtype=torch.uint8)
 
 
-# ------------------------------------------------------------------------------------ CUDA: NCCL
+# ------------------------------------------------------------------------------------------ NCCL
 
 
 class NcclSender:
@@ -218,7 +218,7 @@ class NcclSender:
             wait(marks)
         self.fleet.each(lambda server: self.links[server].answer())
 
-    is_current = FileSender.is_current
+    is_current = staticmethod(FileSender.is_current)
 
     def release(self, failed: Sequence[VllmServer] = ()) -> None:
         """The groups stay for the next sync, but those of servers that failed."""

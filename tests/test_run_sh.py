@@ -73,26 +73,28 @@ case "$*" in
   *--prepare*) exec {python} "$@" ;;
   -c*) echo 1234 ;;
   *grpo.py*) sleep 0.5; echo "train on $CUDA_VISIBLE_DEVICES: $*" >> {log} ;;
-  *serve*) echo "serve on $CUDA_VISIBLE_DEVICES" >> {log}; exec sleep 30 ;;
+  *serve*nccl*) echo "serve on $CUDA_VISIBLE_DEVICES" >> {log}; exec sleep 30 ;;
+  *serve*) echo "serve on a part of $CUDA_VISIBLE_DEVICES" >> {log}; exec sleep 30 ;;
 esac
 """
 THEIRS = ["--vllm_server_base_url", "http://127.0.0.1:9", "--env=countdown"]
 
 
 @pytest.mark.parametrize(
-    "options, variables, serving, training, processes, is_default_task",
+    "gpus, options, variables, serving, training, processes, is_default_task",
     [
-        ([], {}, "0,1", "2,3", 2, True),
-        ([], {"TRAIN_GPUS": "1", "VLLM_GPUS": "0"}, "0", "1", 1, True),
-        (THEIRS, {}, None, "0,1,2,3", 4, False),
+        (1, [], {}, "a part of 0", "0", 1, True),
+        (4, [], {}, "0,1", "2,3", 2, True),
+        (4, [], {"TRAIN_GPUS": "1", "VLLM_GPUS": "0"}, "0", "1", 1, True),
+        (4, THEIRS, {}, None, "0,1,2,3", 4, False),
     ],
 )
-def test_who_gets_which_of_four_gpus(
-    tiny_folder, tmp_path, options, variables, serving, training, processes, is_default_task
+def test_who_gets_which_gpus(
+    tiny_folder, tmp_path, gpus, options, variables, serving, training, processes, is_default_task
 ):
     log = tmp_path / "log"
     scripts = {
-        "nvidia-smi": "#!/bin/sh\nfor i in 0 1 2 3; do echo GPU $i; done\n",
+        "nvidia-smi": f"#!/bin/sh\nfor i in $(seq {gpus}); do echo GPU $i; done\n",
         "python": INTERPRETER.format(python=sys.executable, log=log),
     }
     for name, text in scripts.items():

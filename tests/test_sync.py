@@ -314,7 +314,6 @@ def test_a_server_that_answers_is_ready_at_once(liar):
         ("model_config", "max_logprobs", 8, "--max-logprobs 9"),  # K = 8 and the sampled token
         ("model_config", "max_model_len", 99, "--max-model-len 100"),
         ("parallel_config", "worker_extension_cls", "", "--worker-extension-cls sync.Worker"),
-        ("device_config", "device", "cuda", "--weight-transfer-config"),
         ("scheduler_config", "enable_chunked_prefill", True, "--no-enable-chunked-prefill"),
     ],
 )
@@ -327,6 +326,19 @@ def test_a_server_that_cannot_serve_the_run_is_refused_with_the_remedy(
     with pytest.raises(ValueError, match=remedy) as caught:
         server.check("tiny", num_sampler_logprobs=8, min_model_len=100)
     assert "\n" not in str(caught.value)
+
+
+def test_a_gpu_server_without_nccl_shares_the_trainers_gpu_and_takes_a_file(liar):
+    config = liar.info["vllm_config"]
+    config["device_config"]["device"] = "cuda"
+    fleet = Fleet([liar.url], 5)
+    fleet.check("tiny", num_sampler_logprobs=8)
+    assert isinstance(
+        sync.make_sender(fleet, sync.Weights(Tree(), torch.bfloat16)), sync.FileSender
+    )
+    config["parallel_config"]["worker_extension_cls"] = ""
+    with pytest.raises(ValueError, match="cannot take weights: .*--weight-transfer-config"):
+        fleet.check("tiny", num_sampler_logprobs=8)
 
 
 def test_candidate_sets_and_top_k_come_together(liar):
@@ -636,6 +648,7 @@ def test_an_nccl_group_is_opened_once_and_then_reused(liar, nccl, direct):
     assert liar.calls == calls and liar.version == "1" and not liar.paused
     sync.sync_weights(fleet, sender, 2)
     assert liar.calls == calls + calls[1:] and liar.version == "2" and len(liar.groups) == 1
+    assert sync.behind(fleet, sender, 3) and not sync.behind(fleet, sender, 2)
     sender.close()
     assert "/shutdown_weight_transfer_engine" in liar.calls
 
