@@ -317,7 +317,7 @@ def shard(policy, device, compute_dtype, compile_layers, *, replicas=1, cpu_offl
         fully_shard(layer, **options, reshard_after_forward=world > replicas or cpu_offload)
     fully_shard(policy, **options)
     for module in policy.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule) and world > 1:  # a single rank would divide, by 1
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
     return policy
