@@ -20,6 +20,7 @@ import time
 from dataclasses import asdict
 
 import dump
+from metrics import fold_, reduced
 from prompts import Prompt
 from rollout import TICK_S, Slot
 from worker import RolloutWorker
@@ -126,11 +127,11 @@ class Evaluation:
                 f"the evaluation of version {self.version} has tokens of versions "
                 f"{sorted(versions)}: does another trainer send weights to this server?"
             )
-        self.records += [
-            (RENAMED[name], value, weight)
-            for name, value, weight in self.worker.drain_records()
-            if name in RENAMED
-        ]
+        window = {}
+        for record in self.worker.drain_records():
+            fold_(window, *record)
+        found = reduced(window)
+        self.records += [(RENAMED[name], found[name], 1) for name in RENAMED if name in found]
         self.records += passes(self.stories, self.n_prompts, self.config.eval_pass_reward)
         self.records.append(("eval/step", self.step, 1))
         self.records.append(("eval/duration_s", time.monotonic() - self.begin, 1))
@@ -158,6 +159,6 @@ def passes(stories, n_prompts, pass_reward):
         passed.setdefault(story["group"], []).append(reward is not None and reward >= pass_reward)
     n = sum(map(len, passed.values()))
     return [
-        ("eval/pass_at_1", sum(map(sum, passed.values())) / max(n, 1), max(n, 1)),
-        ("eval/pass_at_k", sum(map(any, passed.values())) / n_prompts, n_prompts),
+        ("eval/pass_at_1", sum(map(sum, passed.values())) / max(n, 1), 1),
+        ("eval/pass_at_k", sum(map(any, passed.values())) / n_prompts, 1),
     ]

@@ -87,7 +87,9 @@ NAMES = {
         eval/pass_at_1 eval/pass_at_k eval/reward eval/mean_length eval/clipped_ratio
         eval/failed_count eval/step eval/duration_s eval/sync_held_s""",
 }
-LAST = {"step", "time", "num_tokens", "learning_rate", "epoch", "eval/step"}
+# An evaluation is one measurement: of two in a window the newer is shown (eval.jsonl has both).
+LAST = {"step", "time", "num_tokens", "learning_rate", "epoch", *NAMES["evaluation"].split()}
+LAST -= {"eval/sync_held_s"}
 TRACES = 8  # conversations of a window that trackio gets: a group
 BROKEN_IF_NAN = {"loss", "grad_norm"}
 
@@ -108,11 +110,13 @@ def applicable(*conditions, rewards=(), tools=()):
 @functools.cache
 def reduction(name):
     """'sum', 'min', 'max', 'last' or 'mean', from the name alone."""
+    if name in LAST:
+        return "last"
     words = name.rpartition("/")[2].split("_")
     for word, how in (("count", "sum"), ("max", "max"), ("min", "min")):
         if word in words:
             return how
-    return "last" if name in LAST else "mean"
+    return "mean"
 
 
 # ---- one window -------------------------------------------------------------------------------

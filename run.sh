@@ -4,9 +4,11 @@
 #
 # Every --option goes to grpo.py (python grpo.py --help). Environment variables:
 #   MODEL=NAME ENV=NAME              the same as --model and --env
-#   TRAIN_GPUS=1 VLLM_GPUS=0         which GPUs train and which serve; by default the second and first half
-#                                    (a single one does both), or, where no server is started, all train
-#   PORT=N MAX_MODEL_LEN=N           the server's port (default: a free one) and longest prompt +
+#   TRAIN_GPUS=2,3 VLLM_GPUS="0 1"   which GPUs train and which serve, one server a word; by default the second
+#                                    and first half (a single one does both), or, where no server is
+#                                    started, all train. One server on two GPUs: VLLM_GPUS=0,1 and
+#                                    VLLM_ARGS="--tensor-parallel-size 2"
+#   PORT=N MAX_MODEL_LEN=N           the (first) server's port (default: a free one) and longest prompt +
 #                                    completion
 #   VLLM_ARGS="..."                  more options for the server; with --enable-lora in them a LoRA
 #                                    run sends its adapter, not the merged weights
@@ -91,7 +93,7 @@ trap 'rm -f "$plan"' EXIT
 [ ! -d "$MODEL_PATH" ] || export HF_HUB_OFFLINE=1 # a folder needs no hub
 
 # ---- stop whatever we started, whole process groups, however we leave ------------------------------------
-server= trainer=
+servers=() ports=() logs=() trainer=
 alive() { [ -n "$1" ] && kill -0 -- "-$1" 2>/dev/null; }
 stop_group() { # process group, seconds to leave by itself: its leader stops its own children in order
   alive "$1" || return 0
@@ -102,24 +104,37 @@ stop_group() { # process group, seconds to leave by itself: its leader stops its
 stop_all() {
   trap '' INT TERM
   stop_group "$trainer" 10
-  stop_group "$server" 6
+  local server stoppers=()
+  for server in ${servers[@]+"${servers[@]}"}; do
+    stop_group "$server" 6 &
+    stoppers+=($!)
+  done
+  wait ${stoppers[@]+"${stoppers[@]}"}
   rm -f "$plan"
 }
 trap stop_all EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# ---- the server ---------------------------------------------------------------------------------------
-log=runs/server.log
+# ---- the servers --------------------------------------------------------------------------------------
 mkdir -p runs
 gpu_list() { seq -s, "$1" "$2"; }
-if [ -z "$SERVER_URL" ]; then
-  port=${PORT:-$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0))
+start_server() { # its GPUs, its command line
+  local number=${#servers[@]} devices=$1 port
+  shift
+  port=${PORT:+$((PORT + number))}
+  port=${port:-$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0))
 print(s.getsockname()[1])')}
-  SERVER_URL=http://127.0.0.1:$port
-  flags=(--host 127.0.0.1 --port "$port" --served-model-name "$MODEL_NAME"
-    --logprobs-mode processed_logprobs --max-logprobs "$LOGPROBS" --enable-scale-out
-    --worker-extension-cls sync.WorkerExtension)
+  logs+=("runs/server${number/#0/}.log") ports+=("$port")
+  SERVER_URL+=${SERVER_URL:+,}http://127.0.0.1:$port
+  CUDA_VISIBLE_DEVICES=$devices setsid "$@" --host 127.0.0.1 --port "$port" ${VLLM_ARGS:-} \
+    > "${logs[$number]}" 2>&1 &
+  servers+=($!)
+  echo "run.sh: vLLM is starting on port $port (log: ${logs[$number]})"
+}
+if [ -z "$SERVER_URL" ]; then
+  flags=(--served-model-name "$MODEL_NAME" --logprobs-mode processed_logprobs
+    --max-logprobs "$LOGPROBS" --enable-scale-out --worker-extension-cls sync.WorkerExtension)
   export VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1
   api_servers=8
   if [[ " ${VLLM_ARGS:-} " == *" --enable-lora "* ]]; then
@@ -128,11 +143,11 @@ print(s.getsockname()[1])')}
     flags+=(--max-loras "$LORA_SLOTS" --max-lora-rank "$LORA_RANK")
   fi
   if [ "$gpus" -gt 0 ]; then
-    vllm_gpus=${VLLM_GPUS:-$(gpu_list 0 $((gpus > 1 ? gpus / 2 - 1 : 0)))}
+    vllm_gpus=${VLLM_GPUS:-$(seq -s' ' 0 $((gpus > 1 ? gpus / 2 - 1 : 0)))}
     train_gpus=${TRAIN_GPUS:-$(gpu_list $((gpus / 2)) $((gpus - 1)))}
     flags+=(--max-model-len "${MAX_MODEL_LEN:-4096}" --api-server-count "$api_servers"
       --dtype "$SERVER_DTYPE")
-    if [ "$vllm_gpus" = "$train_gpus" ]; then
+    if [[ " ${vllm_gpus//,/ } " == *" ${train_gpus%%,*} "* ]]; then
       # NCCL refuses two processes on one device, so weights go through a file in shared memory
       flags+=(--gpu-memory-utilization 0.4)
     else
@@ -142,9 +157,10 @@ print(s.getsockname()[1])')}
       flags+=(--return-sampling-mask)
       export VLLM_USE_V2_MODEL_RUNNER=1
     fi
-    PYTHONPATH=$PWD:${PYTHONPATH:-} CUDA_VISIBLE_DEVICES=$vllm_gpus setsid \
-      "$python" -m vllm.entrypoints.cli.main serve "$MODEL_PATH" \
-      "${flags[@]}" ${VLLM_ARGS:-} > "$log" 2>&1 &
+    for devices in $vllm_gpus; do
+      PYTHONPATH=$PWD:${PYTHONPATH:-} start_server "$devices" \
+        "$python" -m vllm.entrypoints.cli.main serve "$MODEL_PATH" "${flags[@]}"
+    done
   else
     # bf16 only where the CPU computes with it: elsewhere it is emulated, five times slower than float32.
     dtype=float32 stubs=
@@ -161,11 +177,9 @@ print(s.getsockname()[1])')}
     export OMP_WAIT_POLICY=PASSIVE # server and trainer share the cores: who waits must not spin
     export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
     export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-0-$(($(nproc) - 1))}
-    PYTHONPATH=$PWD:$stubs${PYTHONPATH:-} setsid "$python" -m vllm.entrypoints.openai.api_server \
-      --model "$MODEL_PATH" "${flags[@]}" ${VLLM_ARGS:-} > "$log" 2>&1 &
+    PYTHONPATH=$PWD:$stubs${PYTHONPATH:-} start_server "" \
+      "$python" -m vllm.entrypoints.openai.api_server --model "$MODEL_PATH" "${flags[@]}"
   fi
-  server=$!
-  echo "run.sh: vLLM is starting on port $port (log: $log)"
 fi
 
 # ---- the trainer --------------------------------------------------------------------------------------
@@ -183,21 +197,22 @@ CUDA_VISIBLE_DEVICES=$train_gpus setsid "${command[@]}" grpo.py ${options[@]+"${
 trainer=$!
 
 # ---- wait for the trainer; a server that dies ends the run -----------------------------------------------
-engine_is_dead() { # the API process may outlive the engine: then /health answers 503
+engine_is_dead() { # port; the API process may outlive the engine: then /health answers 503
   local answer
-  answer=$( (exec 3<> "/dev/tcp/127.0.0.1/$port" && printf 'GET /health HTTP/1.0\r\n\r\n' >&3 &&
+  answer=$( (exec 3<> "/dev/tcp/127.0.0.1/$1" && printf 'GET /health HTTP/1.0\r\n\r\n' >&3 &&
     read -r -t 5 line <&3 && echo "$line") 2> /dev/null) || true
   [[ "$answer" == *" 503 "* ]]
 }
 for ((second = 0; ; second++)); do
   kill -0 "$trainer" 2>/dev/null || break
-  if [ -n "$server" ]; then
-    if ! kill -0 "$server" 2>/dev/null || { ((second % 5 == 0)) && engine_is_dead; }; then
-      echo "run.sh: the vLLM server died; the end of $log:"
-      tail -n 15 "$log"
+  for i in ${servers[@]+"${!servers[@]}"}; do
+    if ! kill -0 "${servers[$i]}" 2>/dev/null ||
+      { ((second % 5 == 0)) && engine_is_dead "${ports[$i]}"; }; then
+      echo "run.sh: the vLLM server died; the end of ${logs[$i]}:"
+      tail -n 15 "${logs[$i]}"
       exit 1
     fi
-  fi
+  done
   sleep 1
 done
 code=0

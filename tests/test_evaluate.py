@@ -12,6 +12,7 @@ import pytest
 from test_rollout import Run, first_number, prompts, server  # noqa: F401
 
 import evaluate
+import metrics
 import rollout
 import tasks
 from config import Config
@@ -22,10 +23,10 @@ def test_pass_at_1_counts_rollouts_and_pass_at_k_prompts():
     stories = [{"group": g, "reward": r} for g, values in rewards.items() for r in values]
     # 3 of 7 rollouts pass; of 4 prompts 0 and 2 do, 1 does not, and no rollout of the fourth ended
     assert evaluate.passes(stories, 4, pass_reward=1.0) == [
-        ("eval/pass_at_1", pytest.approx(3 / 7), 7),
-        ("eval/pass_at_k", 2 / 4, 4),
+        ("eval/pass_at_1", pytest.approx(3 / 7), 1),
+        ("eval/pass_at_k", 2 / 4, 1),
     ]
-    assert evaluate.passes([], 4, 1.0) == [("eval/pass_at_1", 0, 1), ("eval/pass_at_k", 0, 4)]
+    assert evaluate.passes([], 4, 1.0) == [("eval/pass_at_1", 0, 1), ("eval/pass_at_k", 0, 1)]
 
 
 def wait_for(holds, seconds=20):
@@ -77,8 +78,8 @@ class FakeWorker:
         sent, self.sent = self.sent, ([], [])
         return sent
 
-    def drain_records(self):
-        return [("reward", 0.5, 4.0), ("rollout/duration_s", 1.0, 1.0)]
+    def drain_records(self):  # of two groups
+        return [("reward", 0.25, 4.0), ("rollout/duration_s", 1.0, 1.0), ("reward", 1.0, 2.0)]
 
     def ends(self, version):
         story = {"group": 0, "reward": 1.0, "versions": [version, version]}
@@ -113,6 +114,19 @@ def test_a_sync_waits_for_the_evaluation_and_says_how_long():
     assert it.drain() == []  # a sync that did not wait says nothing
     it.start_if_due(5, 5)  # step 4 was missed
     assert it.worker.events == [2, "start", 5, "start"]
+
+
+def test_of_two_evaluations_in_one_window_the_newer_is_shown():
+    it, window = evaluation(), {}
+    for version, passed in ((2, 1.0), (4, 0.0)):
+        it.start_if_due(version, version)
+        it.worker.ends(version)
+        it.worker.sent[1][0]["reward"] = passed
+        for record in it.drain():
+            metrics.fold_(window, *record)
+    found = metrics.reduced(window)
+    assert found["eval/step"] == 4 and found["eval/pass_at_1"] == found["eval/pass_at_k"] == 0
+    assert found["eval/reward"] == (0.25 * 4 + 1.0 * 2) / 6  # over the groups of one evaluation
 
 
 def test_a_sync_that_cannot_wait_for_a_later_step_waits_for_the_end():

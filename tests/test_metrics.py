@@ -92,6 +92,8 @@ def write_run(folder, windows):
         ("sampling/importance_sampling_ratio/min", "min"),
         ("clip_ratio/low_min", "min"),
         ("num_tokens", "last"),
+        ("eval/failed_count", "last"),
+        ("eval/sync_held_s", "mean"),
         ("perf/step_s", "mean"),
         ("reward", "mean"),
     ],

@@ -71,7 +71,7 @@ def test_ctrl_c_stops_server_and_trainer_within_20_seconds(own_folder, tmp_path)
 INTERPRETER = """#!/bin/sh
 case "$*" in
   *--prepare*) exec {python} "$@" ;;
-  -c*) echo 1234 ;;
+  -c*) echo $$ ;;
   *grpo.py*) sleep 0.5; echo "train on $CUDA_VISIBLE_DEVICES: $*" >> {log} ;;
   *serve*nccl*) echo "serve on $CUDA_VISIBLE_DEVICES" >> {log}; exec sleep 30 ;;
   *serve*) echo "serve on a part of $CUDA_VISIBLE_DEVICES" >> {log}; exec sleep 30 ;;
@@ -83,10 +83,11 @@ THEIRS = ["--vllm_server_base_url", "http://127.0.0.1:9", "--env=countdown"]
 @pytest.mark.parametrize(
     "gpus, options, variables, serving, training, processes, is_default_task",
     [
-        (1, [], {}, "a part of 0", "0", 1, True),
-        (4, [], {}, "0,1", "2,3", 2, True),
-        (4, [], {"TRAIN_GPUS": "1", "VLLM_GPUS": "0"}, "0", "1", 1, True),
-        (4, THEIRS, {}, None, "0,1,2,3", 4, False),
+        (1, [], {}, ["a part of 0"], "0", 1, True),
+        (4, [], {}, ["0", "1"], "2,3", 2, True),
+        (4, [], {"TRAIN_GPUS": "2", "VLLM_GPUS": "0,1"}, ["0,1"], "2", 1, True),
+        (4, [], {"TRAIN_GPUS": "3,0", "VLLM_GPUS": "0"}, ["0"], "3,0", 2, True),  # rank 0: on 3
+        (4, THEIRS, {}, [], "0,1,2,3", 4, False),
     ],
 )
 def test_who_gets_which_gpus(
@@ -105,10 +106,10 @@ def test_who_gets_which_gpus(
     command = ["bash", "run.sh", "--model", str(tiny_folder), *options]
     found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
-    started = sorted(log.read_text().splitlines())
+    *servers, trainer = sorted(log.read_text().splitlines())
+    assert servers == [f"serve on {devices}" for devices in serving]
     if serving:
-        assert started.pop(0) == f"serve on {serving}"
-    (trainer,) = started
+        assert trainer.split("--vllm_server_base_url ")[1].count("http://") == len(serving)
     assert trainer.startswith(f"train on {training}:")
     assert ("--nproc-per-node" in trainer) == (processes > 1)
     assert processes == 1 or f"--nproc-per-node {processes} grpo.py" in trainer
