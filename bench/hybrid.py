@@ -13,6 +13,7 @@ several trees, at several limits of deltanet.REPLAY. Times are medians, forward 
 
 import argparse
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -317,6 +318,9 @@ def main():
             if process.exitcode is None:
                 process.terminate()
         print(f"kernels compiled, {time.perf_counter() - START:.0f} s", flush=True)
+    # A kernel that never ends would hide where: flash-linear-attention's autotuning tries some that
+    # Triton miscompiles for some GPUs.
+    faulthandler.dump_traceback_later(args.seconds + 90, exit=True)
     lines = []
     for part in (exactness, training, mixing):
         if time.perf_counter() - START > args.seconds:

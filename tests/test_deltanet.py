@@ -1,6 +1,7 @@
 """Gated DeltaNet over trees: packed log-probs and gradients are those of separate forwards."""
 
 import functools
+import re
 import sys
 from types import SimpleNamespace
 
@@ -10,8 +11,8 @@ import torch
 from conftest import make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_end_to_end import finish, windows
-from test_run_sh import start_run_sh
+from test_end_to_end import finish, group_is_gone, windows
+from test_run_sh import ours, start_run_sh
 
 import attention
 import deltanet
@@ -324,7 +325,7 @@ def test_other_recurrent_layers_are_refused_by_name(tmp_path, name, kinds):
 
 
 @pytest.mark.server
-def test_run_sh_trains_a_hybrid_whose_weights_arrive(tmp_path):
+def test_run_sh_trains_a_hybrid_whose_weights_arrive_draws_and_leaves_nothing(tmp_path):
     """In bf16, which run.sh chooses. Adam moves each weight by up to 0.02 a step, a fifth of their
     deviation: log-probs move by more than 1, where bf16 differs from float32 by 0.2."""
     folder = tmp_path / "tiny-hybrid"
@@ -334,3 +335,7 @@ def test_run_sh_trains_a_hybrid_whose_weights_arrive(tmp_path):
     assert code == 0, output[-3000:]
     checks = [window["sampling/sync_check_max"] for window in windows(tmp_path)]
     assert len(checks) == 3 and max(checks) < 0.6
+    assert re.search(r"mean reward of the first 1 and .* last 1 steps: [01]\.\d+, [01]\.", output)
+    assert re.search(r"run\.sh: \d+\.\d minutes in all, exit code 0", output)
+    assert (tmp_path / "run/final/config.json").exists() and (tmp_path / "run/plot.png").exists()
+    assert group_is_gone(process) and ours(folder) == []

@@ -112,8 +112,8 @@ def test_three_steps_after_each_of_which_server_and_trainer_agree(tiny_server, t
     assert config["learning_rate"] == 1e-3 and config["num_generations"] == 4
 
 
-@pytest.mark.parametrize("loss", ["clipped", "cispo", "gspo", "dr_grpo"])
-def test_every_loss_takes_a_step(tiny_server, tmp_path, loss):
+@pytest.mark.parametrize("loss", ["clipped", "gspo"])
+def test_other_losses_take_a_step(tiny_server, tmp_path, loss):
     options = ["--score_centering", "false"] if loss == "clipped" else ["--loss", loss]
     options += ["--epsilon", "3e-4", "--epsilon_high", "4e-4"] if loss == "gspo" else []
     process = start_run(tiny_server, tmp_path, "--max_steps", "1", *options)

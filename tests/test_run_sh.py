@@ -1,15 +1,14 @@
-"""The README's first command, with a tiny model: it starts its own server, and leaves nothing; and
-which GPUs it gives to whom."""
+"""The README's first command, with a tiny model: interrupted, it leaves nothing (a whole run:
+test_deltanet.py); and which GPUs it gives to whom."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
-from test_end_to_end import ROOT, TASK, finish, group_is_gone
+from test_end_to_end import ROOT, TASK, finish
 
 
 def start_run_sh(folder, tmp_path, *options):
@@ -44,17 +43,6 @@ def own_folder(tiny_folder, tmp_path):
 
 
 @pytest.mark.server
-def test_run_sh_trains_draws_and_leaves_nothing(own_folder, tmp_path):
-    process = start_run_sh(own_folder, tmp_path, "--max_steps", "2")
-    code, output = finish(process, tmp_path, timeout=300)
-    assert code == 0, output[-3000:]
-    assert re.search(r"mean reward of the first 1 and of the last 1 steps: 0\.\d+, 0\.\d+", output)
-    assert re.search(r"run\.sh: \d+\.\d minutes in all, exit code 0", output)
-    assert (tmp_path / "run/final/config.json").exists()
-    assert group_is_gone(process) and ours(own_folder) == []
-
-
-@pytest.mark.server
 def test_ctrl_c_stops_server_and_trainer_within_20_seconds(own_folder, tmp_path):
     process = start_run_sh(own_folder, tmp_path, "--max_steps", "100000")
     deadline = time.monotonic() + 240
@@ -85,8 +73,8 @@ THEIRS = ["--vllm_server_base_url", "http://127.0.0.1:9", "--env=countdown"]
     [
         (1, [], {}, ["a part of 0"], "0", 1, True),
         (4, [], {}, ["0", "1"], "2,3", 2, True),
-        (4, [], {"TRAIN_GPUS": "2", "VLLM_GPUS": "0,1"}, ["0,1"], "2", 1, True),
-        (4, [], {"TRAIN_GPUS": "3,0", "VLLM_GPUS": "0"}, ["0"], "3,0", 2, True),  # rank 0: on 3
+        # NCCL, because rank 0 is on 3
+        (4, [], {"TRAIN_GPUS": "3,0", "VLLM_GPUS": "0,1 2"}, ["0,1", "2"], "3,0", 2, True),
         (4, THEIRS, {}, [], "0,1,2,3", 4, False),
     ],
 )

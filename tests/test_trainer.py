@@ -49,6 +49,32 @@ def make_samples(n_groups=4, group_size=3, seed=0):
     return samples
 
 
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        # Ratios 1.5, 0.9 and 10, advantages 1. Clipped at 1.3; 10 is above clip_max: no loss.
+        ({"score_centering": False}, [-1.3, -0.9, 0]),
+        ({"loss": "dr_grpo"}, [-1.3 / 8, -0.9 / 8, 0]),
+        # -r log p, with r clipped to 5; log p = log q + log r = -0.594535, -1.105361, -1.697415
+        ({"loss": "cispo"}, [1.5 * 0.594535, 0.9 * 1.105361, 5 * 1.697415]),
+        # The first sample has sqrt(1.5 * 0.9) = 1.161895 over two terms, the other 10, clipped.
+        ({"loss": "gspo"}, [-1.161895 / 2, -1.161895 / 2, -1.3]),
+    ],
+)
+def test_an_options_loss_gets_the_runs_bounds(options, expected):
+    config = dataclasses.replace(CONFIG, epsilon=0.2, epsilon_high=0.3, **options)
+    sampler = torch.tensor([-1.0, -1.0, -4.0])
+    policy = sampler + torch.tensor([1.5, 0.9, 10.0]).log()
+    row = types.SimpleNamespace(
+        sampler_log_probs=sampler,
+        top_log_probs=None,
+        advantages=torch.ones(3),
+        term_samples=torch.tensor([0, 0, 1]),
+    )
+    found = update.term_losses(config, row, policy[:, None], 2)
+    torch.testing.assert_close(found, torch.tensor(expected), atol=1e-5, rtol=0)
+
+
 def gradients(
     folder,
     config,
