@@ -22,6 +22,7 @@ nvidia-smi's, from the first step to the last.
 import argparse
 import contextlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -35,6 +36,8 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # this file's folder has a sync.py too
 
 from envs import arithmetic  # noqa: E402
+from metrics import NAN, read_windows  # noqa: E402
+from server import WORKER_EXTENSION  # noqa: E402
 
 THRESHOLD = 0.5  # of the mean reward, over
 WINDOW = 512  # completions
@@ -82,16 +85,9 @@ def train_trl(model, url, folder, steps, seed):
         def flash_attn_varlen_func(q, k, v, cu_q, cu_k, longest_q, longest_k, **options):
             from flash_attn.cute import flash_attn_varlen_func
 
-            return flash_attn_varlen_func(
-                q,
-                k,
-                v,
-                cu_seqlens_q=cu_q,
-                cu_seqlens_k=cu_k,
-                max_seqlen_q=int(longest_q),
-                max_seqlen_k=int(longest_k),
-                **{name: x for name, x in options.items() if x != (-1, -1)},  # no window
-            )
+            options = {name: x for name, x in options.items() if x != (-1, -1)}  # no window
+            sizes = (cu_q, cu_k, int(longest_q), int(longest_k))
+            return flash_attn_varlen_func(q, k, v, None, *sizes, **options)  # None: no latent part
 
     packing._flash_attn = lambda: Kernel
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -99,8 +95,10 @@ def train_trl(model, url, folder, steps, seed):
 
     class Log(TrainerCallback):
         def on_log(self, args, state, control, logs, **unused):
-            with open(Path(folder, "metrics.jsonl"), "a") as file:
-                print(json.dumps(logs | {"time": time.time()}), file=file)
+            if "loss" in logs:  # the last log is a summary
+                window = logs | {"step": state.global_step, "time": time.time()}
+                with open(Path(folder, "metrics.jsonl"), "a") as file:
+                    print(json.dumps(window), file=file)
 
     trainer = AsyncGRPOTrainer(
         model=model,
@@ -190,7 +188,7 @@ def busy(path, begin, end):
         stamp, gpu, percent = line.split(", ")
         if int(gpu) < 2 and begin <= stamp_seconds(stamp) <= end:
             seen[int(gpu)].append(float(percent))
-    return [statistics.fmean(gpu) if gpu else float("nan") for gpu in seen]
+    return [statistics.fmean(gpu) if gpu else NAN for gpu in seen]
 
 
 def stamp_seconds(stamp):
@@ -215,21 +213,21 @@ def figures(folder, began):
     text = (folder / "scores").read_text() if (folder / "scores").exists() else ""
     scores = [tuple(map(float, line.split())) for line in text.splitlines()]
     log = folder / "metrics.jsonl"
-    steps = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    steps = [step for step in steps if "loss" in step and "batch/trained_tokens_per_step" in step]
+    steps = read_windows(log) if log.exists() else []
     if not scores or len(steps) < 2:
         return {}
     points = curve(scores)
     (folder / "curve.json").write_text(json.dumps([(t - began, r) for t, r in points]))
-    reached = next((when for when, reward in points if reward >= THRESHOLD), float("nan"))
+    reached = next((when for when, reward in points if reward >= THRESHOLD), NAN)
     times = [step["time"] for step in steps]
     begin, end = times[0], times[-1]
     within = [score for score in scores if begin <= score[0] <= end]
     server, trainer = busy(folder / "load", begin, end)
 
     def mean(name):  # of the steps after the first, which has start-up in it
-        values = [step[name] for step in steps[1:] if step.get(name) is not None]
-        return statistics.fmean(values) if values else float("nan")
+        values = [step.get(name, NAN) for step in steps[1:]]
+        values = [value for value in values if not math.isnan(value)]
+        return statistics.fmean(values) if values else NAN
 
     return {
         "seconds": reached - began,
@@ -237,7 +235,7 @@ def figures(folder, began):
         "first step at": begin - began,
         "steps": len(steps),
         "s a step": (end - begin) / (len(steps) - 1),
-        "last reward": points[-1][1] if points else float("nan"),
+        "last reward": points[-1][1] if points else NAN,
         "generated tokens/s": sum(score[3] for score in within) / (end - begin),
         "trained tokens/s": sum(s["batch/trained_tokens_per_step"] for s in steps[1:])
         / (end - begin),
@@ -255,7 +253,7 @@ def show(results):
     names = list(results)
     keys = max((list(run) for runs in results.values() for run in runs), key=len)
     means = {
-        name: {key: statistics.fmean(run.get(key, float("nan")) for run in runs) for key in keys}
+        name: {key: statistics.fmean(run.get(key, NAN) for run in runs) for key in keys}
         for name, runs in results.items()
     }
     print("\n| | " + " | ".join(names) + " |\n|---|" + "---|" * len(names))
@@ -288,7 +286,7 @@ def main():
     log = str(Path(args.folder, "server.log"))
     Path(args.folder).mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        server = serve(args.model, args.model, log, "sync.WorkerExtension")
+        server = serve(args.model, args.model, log, WORKER_EXTENSION)
         url = args.url or stack.enter_context(server)
         for seed in args.seeds.split(","):
             for name, runs in results.items():

@@ -330,7 +330,7 @@ def test_syncs_in_mid_generation_label_every_token_and_cost_no_slot(tiny_server,
             with paused(tiny_server.url):
                 announce(tiny_server.url, version)
             worker.set_version(version)
-            asyncio.run(until(lambda: running(tiny_server.url) == 8, seconds=20))
+            asyncio.run(until(lambda: running(tiny_server.url) == 8, seconds=2))
             by_version += taken(worker, 16)
     spans = 0
     for sample in by_version:
