@@ -217,6 +217,8 @@ def train(config, task):
     )
     if feed.worker:
         sender.oldest_in_use = feed.worker.oldest_version
+    if compiled:
+        warm_up(policy, config, longest, device)
 
     def must_sync():  # asked while the loop waits for samples
         return sync.behind(fleet, sender, version)
@@ -388,7 +390,7 @@ def check_sync(policy, tokenizer, fleet, sender, version, info, config, device):
     def trainer_log_probs(ids):
         row = packing.pack_row([text_sample(ids)], len(ids), packing.bucket).to(device)
         tree = attention.TreeMask(row, config.attention).prepare(policy.model.config)
-        with torch.no_grad():
+        with torch.no_grad(), policy.computing():
             return policy(row, tree, temperature=1.0)[0][:, 0]
 
     dtypes = (info.dtype, config.compute_dtype)
@@ -396,15 +398,31 @@ def check_sync(policy, tokenizer, fleet, sender, version, info, config, device):
     return sync.check_sync(fleet, name, prompt, trainer_log_probs, dtypes=dtypes)
 
 
-def text_sample(ids):
-    """A Sample that asks for the log-prob of every token but the first, and for nothing else."""
+def warm_up(policy, config, longest, device):
+    """Compile while the first samples are generated: forward and backward of the longest row, whose
+    gradients are dropped. Lengths are symbolic from the second one on (check_sync had the first),
+    so the steps find their graphs made."""
+    begin = time.perf_counter()
+    n_candidates = config.num_sampler_logprobs if config.is_centered else 0
+    row = packing.pack_row([text_sample([0] * longest, n_candidates)], longest).to(device)
+    tree = attention.TreeMask(row, config.attention).prepare(policy.model.config)
+    with policy.computing():
+        policy(row, tree, config.temperature)[0].sum().backward()
+    policy.zero_grad()
+    if dist.get_rank() == 0:
+        say(f"layers and head compiled in {time.perf_counter() - begin:.0f} s")
+
+
+def text_sample(ids, n_candidates=0):
+    """A Sample that asks for the log-prob of every token but the first, and of `n_candidates` ids
+    beside each, and for nothing else."""
     n = len(ids)
     return chat.Sample(
         input_ids=np.array(ids, dtype=np.int32),
         trained=np.arange(n) > 0,
         sampler_log_probs=np.zeros(n, np.float32),
-        top_ids=np.empty((n - 1, 0), np.int32),
-        top_log_probs=np.empty((n - 1, 0), np.float32),
+        top_ids=np.zeros((n - 1, n_candidates), np.int32),
+        top_log_probs=np.zeros((n - 1, n_candidates), np.float32),
         versions=np.zeros(n, np.int32),
     )
 

@@ -2,7 +2,7 @@
 
     load_policy(config, ...)        load, freeze, add adapters, switch attention to the tree
     Policy.forward(row, tree)       log-probs [M, C], entropy [M] of the row's loss terms; aux loss
-    shard(policy, ...)              FSDP2, one unit a decoder layer, the head in the root
+    shard(policy, ...)              one rank: masters.py; several: FSDP2, one unit a decoder layer
     save_pretrained(policy, ...)    a Hugging Face folder that vLLM and transformers load
     row_flops(policy, row)          exact model FLOPs of one row, for MFU
 
@@ -16,6 +16,7 @@ Left out: tensor and pipeline parallelism; images (a vision tower is loaded but 
 Test: pytest tests/test_trainer.py
 """
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -33,6 +34,7 @@ import deltanet
 import lm_head
 import lora
 import loss
+from masters import ComputeCopies
 
 # P packed tokens of a row (padded), T without padding, M its loss terms, C = 1 + K candidates a
 # term, H hidden size, E experts.
@@ -59,6 +61,7 @@ class Policy(nn.Module):
         self.head_options = head_options(model.config.get_text_config())
         self.router_aux_loss_coef = router_aux_loss_coef
         self.reduce_each = False  # reduce gradients after every micro-batch, not once a step
+        self.copies = None  # of the weights, in the compute dtype, on a single rank: see shard()
         self.is_hybrid = deltanet.install(model) > 0
 
     def forward(self, row, tree, temperature):
@@ -68,7 +71,10 @@ class Policy(nn.Module):
         temperature: that of sampling, so that both sides speak of the same distribution.
         Returns log_probs [M, 1 + K] (column 0 is the target) and entropy [M], both float32, and the
         experts' load-balancing loss [], float32, or None; the entropy carries no gradient.
+        Call it, and backward, within `computing()`.
         """
+        if self.copies and not self.copies.in_use:
+            raise RuntimeError("forward in the masters' dtype: call it within policy.computing()")
         balanced = self.router_aux_loss_coef != 0
         options = {"output_router_logits": True} if balanced else {}
         if self.is_hybrid:
@@ -98,6 +104,14 @@ class Policy(nn.Module):
             top_k = self.model.config.get_text_config().num_experts_per_tok
             aux_loss = load_balancing_loss(out.router_logits, top_k, row.n_tokens)
         return log_probs, entropy, aux_loss
+
+    def computing(self):
+        """Context of forward and backward, in which the weights have the compute dtype. (FSDP2 sees
+        to that by itself.)"""
+        return self.copies.in_place() if self.copies else contextlib.nullcontext()
+
+    def set_requires_gradient_sync(self, on):
+        """Whether backward reduces gradients over ranks: FSDP2 replaces this, one rank has none."""
 
     def trie(self, row):
         """The row's tree as gated DeltaNet layers want it."""
@@ -279,13 +293,31 @@ def layers(policy):
 
 
 def shard(policy, device, compute_dtype, compile_layers, *, replicas=1, cpu_offload=False):
-    """FSDP2 in place: one unit a decoder layer, the rest (embedding, norm, head) in the root.
+    """Compile layers, and give each rank its part of the weights. In place.
 
-    Gradients are summed over ranks, not averaged: the loss is already divided by the tokens of all
-    ranks. Masters keep their dtype, compute is in compute_dtype, reductions are in float32. With
-    `replicas` each of so many groups of ranks holds a whole copy (HSDP): gathers stay within a
-    group, only gradients cross. cpu_offload keeps masters and gradients in host memory.
+    Masters keep their dtype, compute is in compute_dtype. Gradients are summed over ranks, not
+    averaged: the loss is already divided by the tokens of all ranks. With `replicas` each of so
+    many groups of ranks holds a whole copy (HSDP): gathers stay within a group, only gradients
+    cross. cpu_offload keeps masters and gradients in host memory.
     """
+    if compile_layers:
+        for layer in layers(policy):
+            layer.compile()
+    world = torch.distributed.get_world_size()
+    if world % replicas:
+        raise ValueError(f"--replicas {replicas} does not divide the {world} training processes")
+    float32_masters = all(p.dtype == torch.float32 for p in policy.parameters())
+    if world == 1 and float32_masters and not cpu_offload:
+        if compute_dtype != torch.float32:
+            policy.copies = ComputeCopies(policy, compute_dtype)
+    else:
+        shard_over_ranks(policy, device, compute_dtype, replicas, cpu_offload)
+    return policy
+
+
+def shard_over_ranks(policy, device, compute_dtype, replicas=1, cpu_offload=False):
+    """FSDP2: one unit a decoder layer, the rest (embedding, norm, head) in the root. Reductions are
+    in float32."""
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
         FSDPModule,
@@ -294,12 +326,7 @@ def shard(policy, device, compute_dtype, compile_layers, *, replicas=1, cpu_offl
         fully_shard,
     )
 
-    if compile_layers:
-        for layer in layers(policy):
-            layer.compile()
     world = torch.distributed.get_world_size()
-    if world % replicas:
-        raise ValueError(f"--replicas {replicas} does not divide the {world} training processes")
     mesh = init_device_mesh(device.type, (world,))
     if replicas > 1:
         shape, names = (replicas, world // replicas), ("replicas", "shards")
@@ -320,7 +347,6 @@ def shard(policy, device, compute_dtype, compile_layers, *, replicas=1, cpu_offl
         if isinstance(module, FSDPModule) and world > 1:  # a single rank would divide, by 1
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-    return policy
 
 
 def save_pretrained(policy, tokenizer, folder, dtype):

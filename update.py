@@ -83,22 +83,23 @@ def forward_backward(policy, config, share, rows, trees, clock, loss_scale=1.0):
     """Forward and backward of this rank's rows. Gradients are left in the parameters, summed over
     all ranks, times loss_scale; -> the rows' metrics, on the device."""
     seen = []
-    for i, (samples, row, tree) in enumerate(zip(share.rows, rows, trees, strict=True)):
-        # gradients of earlier micro-batches wait for the last one: one reduction a step
-        policy.set_requires_gradient_sync(i == len(rows) - 1 or policy.reduce_each)
-        with clock("perf/fwd_s"):
-            log_probs, entropy, aux_loss = policy(row, tree, config.temperature)
-        terms = term_losses(config, row, log_probs, len(samples))
-        row_loss = terms.sum() / share.denominators[i]
-        if aux_loss is not None:
-            aux_loss = aux_loss * share.token_shares[i]
-            row_loss = row_loss + policy.router_aux_loss_coef * aux_loss
-        (row_loss * loss_scale).backward()
-        share.log_probs.append(log_probs[:, 0].detach())
-        seen.append(row_metrics(config, row, log_probs, entropy, row_loss, len(samples)))
-        seen[-1]["flops"] = entropy.new_full((), model.row_flops(policy, row.host))
-        if aux_loss is not None:
-            seen[-1]["aux_loss"] = aux_loss.detach()
+    with policy.computing():
+        for i, (samples, row, tree) in enumerate(zip(share.rows, rows, trees, strict=True)):
+            # gradients of earlier micro-batches wait for the last one: one reduction a step
+            policy.set_requires_gradient_sync(i == len(rows) - 1 or policy.reduce_each)
+            with clock("perf/fwd_s"):
+                log_probs, entropy, aux_loss = policy(row, tree, config.temperature)
+            terms = term_losses(config, row, log_probs, len(samples))
+            row_loss = terms.sum() / share.denominators[i]
+            if aux_loss is not None:
+                aux_loss = aux_loss * share.token_shares[i]
+                row_loss = row_loss + policy.router_aux_loss_coef * aux_loss
+            (row_loss * loss_scale).backward()
+            share.log_probs.append(log_probs[:, 0].detach())
+            seen.append(row_metrics(config, row, log_probs, entropy, row_loss, len(samples)))
+            seen[-1]["flops"] = entropy.new_full((), model.row_flops(policy, row.host))
+            if aux_loss is not None:
+                seen[-1]["aux_loss"] = aux_loss.detach()
     return seen
 
 

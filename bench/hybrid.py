@@ -314,7 +314,7 @@ def main():
         for process in processes:
             process.start()
         for process in processes:
-            process.join(90)
+            process.join(max(0, START + 90 - time.perf_counter()))
             if process.exitcode is None:
                 process.terminate()
         print(f"kernels compiled, {time.perf_counter() - START:.0f} s", flush=True)

@@ -169,7 +169,7 @@ def main():
     device = parser.parse_args().device
     if device == "cuda":
         shape = {"n_terms": 16384, "hidden_size": 2048, "vocab_size": 151936, "n_candidates": 9}
-        tile, widths = (32768, 16384), (8192, 32768)
+        tile, widths = lm_head.GPU_TILE, (4096, 8192, 16384, 32768)
     else:
         shape = {"n_terms": 64, "hidden_size": 32, "vocab_size": 1000, "n_candidates": 9}
         tile, widths = (64, 256), (512, 1000)

@@ -5,12 +5,14 @@
     python bench/step.py --tiny      # the same code on a CPU and tiny shapes: does it run at all?
 
 A Qwen3-1.7B of random weights on two rows: three groups of 8 x 1,024 tokens on a prompt of 1,024,
-and two groups of 16 x 512 on 3,072, of which each token is shared by five samples. FSDP2 with
-float32 masters and bfloat16 compute on both sides; a step is forward, loss and backward.
+and two groups of 16 x 512 on 3,072, of which each token is shared by five samples. Float32 masters
+and bfloat16 compute on both sides; a step is forward, loss and backward.
 
-    ours        compiled layers, FlexAttention on the tree mask (FLASH), candidate_log_probs
-    reference   transformers as it is, K/V gathered for flash-attn-4, TRL 1.16's fused head; without
-                FSDP also under autocast, which is how one GPU runs it by default
+    ours        compiled layers, FlexAttention on the tree mask (FLASH), candidate_log_probs;
+                masters.py
+    reference   transformers as it is, K/V gathered for flash-attn-4, TRL 1.16's fused head; under
+                FSDP2, and without it under autocast, which is how one GPU runs it by default: the
+                faster of the two counts
 
 Times are medians by CUDA events; MFU counts neither recomputation nor padding. What fails prints
 its error, and the rest goes on.
@@ -109,8 +111,10 @@ class Side:
         bare.gradient_checkpointing_enable({"use_reentrant": False})
         self.policy = cls(model.make_policy(bare).model)
         self.autocast = contextlib.nullcontext
-        if sharded:
-            model.shard(self.policy, args.device, args.dtype, compiled)
+        if compiled:
+            model.shard(self.policy, args.device, args.dtype, compile_layers=True)
+        elif sharded:
+            model.shard_over_ranks(self.policy, args.device, args.dtype)
         else:
             self.autocast = functools.partial(torch.autocast, args.device.type, args.dtype)
 
@@ -123,10 +127,11 @@ class Side:
         return tree.prepare(self.policy.model.config)
 
     def step(self, row, tree, config=SURROGATE, optimizer=None):
-        with self.autocast():
-            log_probs, *_ = self.policy(row, tree, 1.0)
-        n = len(row.term_targets)
-        (update.term_losses(config, row, log_probs, self.args.n_samples).sum() / n).backward()
+        with self.policy.computing():
+            with self.autocast():
+                log_probs, *_ = self.policy(row, tree, 1.0)
+            terms = update.term_losses(config, row, log_probs, self.args.n_samples)
+            (terms.sum() / len(row.term_targets)).backward()
         if optimizer:
             update.clip_gradients(self.policy, 1.0)
             optimizer.step()
@@ -292,7 +297,7 @@ def run(args):
     ours.measure("one log-prob", second, "none")
     print(f"  graphs compiled for these: {graphs()}", flush=True)
     row = args.rows[first]
-    with torch.no_grad():
+    with torch.no_grad(), ours.policy.computing():
         ours_log_probs = ours.policy(row, ours.tree(row), 1.0)[0][:, 0]
     attempt("kernels", lambda: kernels(ours, args), args)
     optimizer, _ = update.make_optimizer(ours.policy, SURROGATE)

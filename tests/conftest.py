@@ -198,6 +198,11 @@ def one_rank(tmp_path_factory):
     dist.destroy_process_group()
 
 
+def whole(tensor):
+    """A tensor, gathered from its shards if several ranks hold them."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory):
     """run(job, *arguments) -> rank 0's job(0, *arguments), with rank 1 doing its own."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import whole
 from test_dump import record
 from test_trainer import BUDGET, CONFIG, make_samples
 
@@ -81,8 +82,7 @@ def held(policy, optimizer):
     for name, parameter in policy.named_parameters():
         state = {"": parameter.detach()} | dict(optimizer.state[parameter])
         for kind, value in state.items():
-            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-            tensors[f"{name} {kind}"] = whole.clone()
+            tensors[f"{name} {kind}"] = whole(value).clone()
     return tensors
 
 

@@ -114,9 +114,7 @@ def train_step(folder, config, rows_of_samples):
     share = Share(rows_of_samples, [n] * len(rows), [t / sum(tokens) for t in tokens], 0.0)
     seen = update.forward_backward(policy, config, share, rows, trees, grpo.Clock(CPU))
     gradients = {
-        name: p.grad.full_tensor().clone()
-        for name, p in policy.model.named_parameters()
-        if p.grad is not None
+        name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None
     }
     norm = update.clip_gradients(policy, config.max_grad_norm)
     optimizer.step()

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from conftest import whole
 
 import attention
 import chat
@@ -95,7 +96,7 @@ def gradients(
     trees = [attention.TreeMask(row).prepare(policy.model.config) for row in rows]
     clock = grpo.Clock(torch.device("cpu"))
     update.forward_backward(policy, config, share, rows, trees, clock, loss_scale)
-    return {n: p.grad.full_tensor().clone() for n, p in policy.named_parameters()}
+    return {n: whole(p.grad).clone() for n, p in policy.named_parameters()}
 
 
 def planned_gradients(rank, folder, config, samples, options=()):
@@ -137,6 +138,20 @@ def test_normalize_step_makes_any_split_the_same(tiny_folder, one_rank, two_rank
     one = one_rank(planned_gradients, tiny_folder, whole, samples)
     two = two_ranks(planned_gradients, tiny_folder, split, samples)
     assert_close(two, one, 1e-6)
+
+
+def test_masters_of_one_rank_get_the_gradient_of_two_in_shards(tiny_folder, one_rank, two_ranks):
+    # bfloat16: two micro-batches one after the other (masters.py), or side by side (FSDP2).
+    samples = make_samples(n_groups=2)
+    one = one_rank(_bfloat16_gradients, tiny_folder, [samples[:3], samples[3:]])
+    two = two_ranks(_bfloat16_gradients, tiny_folder, [samples[:3], samples[3:]])
+    assert_close(two, one, 1e-6)
+
+
+def _bfloat16_gradients(rank, folder, rows):
+    rows = rows[rank :: dist.get_world_size()]
+    share = feed.Share(rows, [10.0] * len(rows), [1.0] * len(rows), 0.0)
+    return gradients(folder, CONFIG, share, compute_dtype=torch.bfloat16)
 
 
 def test_replicas_and_late_reduction_leave_the_gradient_as_it_is(tiny_folder, two_ranks):
@@ -328,7 +343,7 @@ def _save(rank, folder, target):
             parameter.mul_(1.5)
     model.save_pretrained(policy, tokenizer, target, torch.float32)
     named = policy.model.named_parameters()
-    return {name: parameter.detach().full_tensor() for name, parameter in named}
+    return {name: whole(parameter.detach()) for name, parameter in named}
 
 
 def test_a_wrong_model_path_is_one_line():

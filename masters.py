@@ -1,0 +1,67 @@
+"""Mixed precision where one rank has all weights: float32 masters, copies in the compute dtype.
+
+With several ranks FSDP2 does this (model.shard). A single one has nothing to shard, gather or
+reduce, and FSDP2 would still copy each weight twice, each gradient three times, and run its hooks
+around every layer.
+
+    with copies.in_place():      the copies, filled anew, stand in the modules where masters were
+        forward and backward     each gradient goes to its master, in the master's dtype, as soon
+                                 as it is complete; after the block the masters are back
+
+So the optimizer, checkpoints and the weight sync see masters and their gradients alone.
+Test: pytest tests/test_masters.py.  Speed: python bench/step.py (GPU)
+"""
+
+import contextlib
+import functools
+
+import torch
+from torch import nn
+
+
+class ComputeCopies:
+    """Copies of a module's floating-point parameters in `dtype`. Those that have it already stay
+    as they are; a parameter that stands in several places (a tied head) has one copy."""
+
+    def __init__(self, module, dtype):
+        self.in_use, self.places, copies = False, [], {}
+        for part in module.modules():
+            for name, master in part._parameters.items():
+                if master is None or master.dtype == dtype or not master.is_floating_point():
+                    continue
+                if master not in copies:
+                    copies[master] = make_copy(master, dtype)
+                self.places.append((part._parameters, name, master, copies[master]))
+        self.masters, self.copies = list(copies), list(copies.values())
+
+    @contextlib.contextmanager
+    def in_place(self):
+        """The module computes with the copies, as the masters are now."""
+        if self.copies:
+            with torch.no_grad():
+                torch._foreach_copy_(self.copies, self.masters)
+        for parameters, name, _, copy in self.places:
+            parameters[name] = copy
+        self.in_use = True
+        try:
+            yield
+        finally:
+            self.in_use = False
+            for parameters, name, master, _ in self.places:
+                parameters[name] = master
+
+
+def make_copy(master, dtype):
+    copy = nn.Parameter(torch.empty_like(master, dtype=dtype), master.requires_grad)
+    if master.requires_grad:
+        copy.register_post_accumulate_grad_hook(functools.partial(hand_over, master))
+    return copy
+
+
+def hand_over(master, copy):
+    """Add the copy's gradient to the master's: exact, since only the sum is in the wider dtype."""
+    if master.grad is None:
+        master.grad = copy.grad.to(master.dtype)
+    else:
+        master.grad += copy.grad
+    copy.grad = None
