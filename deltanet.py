@@ -194,10 +194,10 @@ def project(layer, hidden_states):
 def mix(qkv_PC, weight_CW, decay_PV, beta_PV, trie, shape):
     """Convolution and recurrence over the tree -> [P, V, D]. shape: (H, its D, V, its D)."""
     key_heads, key_dim, value_heads, value_dim = shape
-    conv = _compiled_convolve() if qkv_PC.is_cuda else convolve
-    qkv_PC = conv(qkv_PC, weight_CW, trie.seam_rows, trie.seam_taps)
     sizes = [key_heads * key_dim, key_heads * key_dim, value_heads * value_dim]
-    inputs = [*qkv_PC.split(sizes, -1), decay_PV, beta_PV]
+    conv = _compiled_convolve() if qkv_PC.is_cuda else convolve
+    qkv = conv(qkv_PC, weight_CW, trie.seam_rows, trie.seam_taps, sizes, key_dim)
+    inputs = [*qkv, decay_PV, beta_PV]
     if not trie.in_order:
         inputs = [Spread.apply(x, trie.order, trie.pick, trie.twice) for x in inputs]
     q, k, v, decay, beta = (x.split(trie.sizes) for x in inputs)
@@ -220,8 +220,9 @@ def mix(qkv_PC, weight_CW, decay_PV, beta_PV, trie, shape):
     return out_R if trie.in_order else Collect.apply(out_R, trie.order, trie.pick, trie.twice)
 
 
-def convolve(x_PC, weight_CW, seam_rows, seam_taps):
-    """Depthwise causal convolution and SiLU, each token over its own predecessors.
+def convolve(x_PC, weight_CW, seam_rows, seam_taps, sizes, key_dim):
+    """Depthwise causal convolution and SiLU, each token over its own predecessors. -> q, k and v
+    [P, size] each, q and k of length 1 in every head.
 
     In a depth-first row a token's predecessors are its neighbours, but for the first tokens of
     segments (seams), which are computed apart. Sums are float32, as the server's kernel has them.
@@ -231,12 +232,22 @@ def convolve(x_PC, weight_CW, seam_rows, seam_taps):
     weight_WC = weight_CW.T.float()
     out_PC = sum(padded[i : i + len(x_PC)].float() * weight_WC[i] for i in range(width))
     seam = (padded[seam_taps].float() * weight_WC).sum(1)
-    return F.silu(out_PC).to(x_PC.dtype).index_copy(0, seam_rows, F.silu(seam).to(x_PC.dtype))
+    out_PC = F.silu(out_PC).to(x_PC.dtype).index_copy(0, seam_rows, F.silu(seam).to(x_PC.dtype))
+    q, k, v = out_PC.split(sizes, -1)
+    return unit_heads(q, key_dim), unit_heads(k, key_dim), v.contiguous()
+
+
+def unit_heads(x, dim):
+    """Each head of x [P, heads * dim] divided by its length. Here and not in the kernels, which
+    flash-linear-attention tunes anew, for half a minute, whenever a row has another size."""
+    heads = x.unflatten(-1, (-1, dim)).float()
+    scale = torch.rsqrt(heads.square().sum(-1, keepdim=True) + 1e-6)
+    return (heads * scale).to(x.dtype).flatten(1)
 
 
 @functools.cache
 def _compiled_convolve():
-    return torch.compile(convolve, dynamic=True)
+    return torch.compile(convolve)
 
 
 class Spread(torch.autograd.Function):
@@ -278,7 +289,6 @@ def chunked_rule_cuda(q, k, v, decay, beta, level, states, keep_states):
         *(x[None] for x in (q, k, v, decay, beta)),
         initial_state=states,
         output_final_state=keep_states,
-        use_qk_l2norm_in_kernel=True,
         cu_seqlens=level.cu_seqlens,
         chunk_indices=level.chunk_indices,
     )
@@ -295,7 +305,6 @@ def chunked_rule_torch(q, k, v, decay, beta, level, states, keep_states):
         chunk_size=CHUNK,
         initial_state=states,
         output_final_state=keep_states,
-        use_qk_l2norm_in_kernel=True,
     )
     return torch.cat([run[:size] for run, size in zip(out, level.lengths)]), states
 

@@ -141,9 +141,13 @@ def relative(found, expected):
 def exactness(args):
     """Relative distances of packed from separate. Log-probs are compared without their mean: with
     random weights they are all close to -log V."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
     n_layers = 4 if args.tiny else 8
     policy = model.Policy(make_model(args, n_layers))
     reference = make_model(args, n_layers, "sdpa")
+    # Its torch form: fla's kernels would be tuned once more, for calls without cu_seqlens.
+    modeling_qwen3_5.torch_chunk_gated_delta_rule = deltanet._torch_form()
     reference.load_state_dict(policy.model.state_dict())
     vocab = policy.model.config.vocab_size
     scale = 10 if args.tiny else 1

@@ -3,8 +3,8 @@
     python bench/sync.py             # two GPUs of one host, 4 minutes: server on 0, trainer on 1
     python bench/sync.py --tiny      # on the CPU, through the file in shared memory
 
-A model of Qwen3-1.7B's shape with random weights, 3.44 GB in bf16; the trainer holds fp32 masters
-under FSDP2, as a run does. The peer gets the same weights as a plain bf16 module, its best case:
+A model of Qwen3-1.7B's shape with random weights, 3.44 GB in bf16; the trainer holds fp32 masters,
+as a run does. The peer gets the same weights as a plain bf16 module, its best case:
 nothing to cast or to gather. Its pause, cache reset and resume are made by our client. Medians over
 several syncs; every way moves the weights before its last sync, and the proof must then hold.
 
@@ -36,6 +36,7 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 
 import sync  # noqa: E402
+from masters import ComputeCopies  # noqa: E402
 from server import WORKER_EXTENSION, Fleet, VllmServer  # noqa: E402
 from transfer import FileSender, NcclSender, meeting_point  # noqa: E402
 from weights import Weights  # noqa: E402
@@ -198,10 +199,8 @@ def serve(folder, name, log, extension, *options, tiny=False):
 
 
 def make_trainer(config, tiny):
-    """A model with fp32 masters, sharded as a run does it."""
+    """A model with fp32 masters, as a run has them."""
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import Qwen3ForCausalLM
 
     device = torch.device("cpu" if tiny else "cuda:0")
@@ -209,13 +208,7 @@ def make_trainer(config, tiny):
     dist.init_process_group("gloo" if tiny else "nccl", store=store, rank=0, world_size=1)
     torch.manual_seed(1)
     with device:
-        model = Qwen3ForCausalLM(config).float()
-    mesh = init_device_mesh(device.type, (1,))
-    precision = MixedPrecisionPolicy(param_dtype=torch.float32 if tiny else torch.bfloat16)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
-    return model
+        return Qwen3ForCausalLM(config).float()
 
 
 # ------------------------------------------------------------------------------------ one way each
@@ -336,26 +329,25 @@ def measure(fleet, sender, weights, model, clock, version, repeats):
 
 @torch.no_grad()
 def move(model, seed):
-    generator = None
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
     for parameter in model.parameters():
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        generator = generator or torch.Generator(local.device).manual_seed(seed)
-        noise = torch.randn(local.shape, generator=generator, device=local.device)
-        local += 0.005 * noise
+        parameter += 0.005 * torch.randn(parameter.shape, generator=generator, device=device)
 
 
 def prove(fleet, model):
     prompt = torch.randint(0, 1000, (200,), generator=torch.Generator().manual_seed(0)).tolist()
     device = next(model.parameters()).device
-    model.reshard()  # or the root would compute with what it gathered before the weights moved
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    copies = ComputeCopies(model, dtype)
 
     @torch.no_grad()
     def log_probs(ids):
-        logits = model(torch.tensor([ids], device=device)).logits[0].float()
+        with copies.in_place():
+            logits = model(torch.tensor([ids], device=device)).logits[0].float()
         targets = torch.tensor(ids[1:], device=device)[:, None]
         return logits.log_softmax(-1)[:-1].gather(1, targets)[:, 0]
 
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return sync.check_sync(fleet, "shape", prompt, log_probs, dtypes=[dtype])
 
 
