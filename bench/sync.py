@@ -159,7 +159,7 @@ def serve(folder, name, log, extension, *options, tiny=False):
     )
     flags = f"""--host 127.0.0.1 --port {port} --served-model-name {name}
         --logprobs-mode processed_logprobs --max-logprobs 9 --enable-scale-out
-        --worker-extension-cls {extension}""".split()
+        --disable-uvicorn-access-log --worker-extension-cls {extension}""".split()
     if tiny:
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
         flags += "--dtype float32 --max-model-len 512 --max-num-batched-tokens 2048".split()

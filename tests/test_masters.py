@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import masters
 import model
 from config import Config
 from masters import ComputeCopies
@@ -27,12 +28,14 @@ def loss_of(logits, ids):
     return F.cross_entropy(logits.float(), ids, reduction="sum")
 
 
-def test_gradients_of_micro_batches_add_up_in_float32():
+@pytest.mark.parametrize("waiting_bytes", [0, 1 << 26])
+def test_gradients_of_micro_batches_add_up_in_float32(waiting_bytes, monkeypatch):
+    monkeypatch.setattr(masters, "WAITING_BYTES", waiting_bytes)
     # bf16(1 + 2^-7) is the number after 1, so 1 + 2^-9 four times would stay 1 if summed in bf16.
     module = nn.Linear(1, 1, bias=False)
     copies = ComputeCopies(module, torch.bfloat16)
-    for x in (1.0, 2**-9, 2**-9, 2**-9, 2**-9):
-        with copies.in_place():
+    with copies.in_place():
+        for x in (1.0, 2**-9, 2**-9, 2**-9, 2**-9):
             module(torch.tensor([[x]], dtype=torch.bfloat16)).sum().backward()
     assert module.weight.grad.dtype == torch.float32
     assert module.weight.grad.item() == 1 + 2**-7
