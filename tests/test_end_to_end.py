@@ -112,11 +112,21 @@ def test_three_steps_after_each_of_which_server_and_trainer_agree(tiny_server, t
     assert config["learning_rate"] == 1e-3 and config["num_generations"] == 4
 
 
-@pytest.mark.parametrize("loss", ["clipped", "gspo"])
-def test_other_losses_take_a_step(tiny_server, tmp_path, loss):
-    options = ["--score_centering", "false"] if loss == "clipped" else ["--loss", loss]
-    options += ["--epsilon", "3e-4", "--epsilon_high", "4e-4"] if loss == "gspo" else []
-    process = start_run(tiny_server, tmp_path, "--max_steps", "1", *options)
+def test_a_policy_in_bfloat16_starts_where_the_sampler_is(tiny_server, tmp_path):
+    options = "--score_centering false --bf16 true --max_steps 1".split()
+    process = start_run(tiny_server, tmp_path, *options)
+    code, output = finish(process, tmp_path)
+    assert code == 0, output[-3000:]
+    (step,) = windows(tmp_path)
+    assert step["grad_norm"] > 0
+    # The server computes in float32; bfloat16 has 8 bits.
+    assert step["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=2**-8)
+    assert 1e-5 < step["sampling/sync_check_max"] < 0.1
+
+
+def test_sequence_ratios_take_a_step(tiny_server, tmp_path):
+    options = "--loss gspo --epsilon 3e-4 --epsilon_high 4e-4 --max_steps 1".split()
+    process = start_run(tiny_server, tmp_path, *options)
     code, output = finish(process, tmp_path)
     assert code == 0, output[-3000:]
     assert windows(tmp_path)[0]["grad_norm"] > 0

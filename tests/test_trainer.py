@@ -314,6 +314,26 @@ def test_a_float16_gradient_is_the_float32_one_but_for_rounding(tiny_folder, one
     assert_close({n: g / 2.0**10 for n, g in scaled.items()}, exact, 1e-2)
 
 
+@pytest.mark.parametrize("centered", [True, False])
+def test_warming_up_forwards_the_longest_row_and_leaves_nothing(tiny_folder, one_rank, centered):
+    config = dataclasses.replace(CONFIG, score_centering=centered)
+
+    def warm_up(rank):
+        policy, seen = model.load_policy(config, tiny_folder, torch.device("cpu")), []
+        model.shard(policy, torch.device("cpu"), torch.bfloat16, compile_layers=False)
+        before = {name: value.clone() for name, value in policy.state_dict().items()}
+        policy.register_forward_hook(lambda _, inputs, found: seen.append((inputs[0], found[0])))
+        grpo.warm_up(policy, config, BUDGET, torch.device("cpu"))
+        ((row, log_probs),) = seen
+        assert len(row.input_ids) == BUDGET
+        # 3 candidates of the sampler beside each token, where the loss wants them
+        assert log_probs.shape == (BUDGET - 1, 4 if centered else 1) and log_probs.requires_grad
+        assert all(parameter.grad is None for parameter in policy.parameters())
+        assert all(torch.equal(value, before[n]) for n, value in policy.state_dict().items())
+
+    one_rank(warm_up)
+
+
 def test_clipping_scales_to_the_norm():
     module = torch.nn.Linear(2, 1, bias=False)
     module.weight.grad = torch.tensor([[3.0, 4.0]])
