@@ -123,7 +123,8 @@ class Feed:
     the tokens of the last step queued, in progress, or planned but not yet trained on. It goes
     beyond that only while the planner waits for samples to fill a step.
 
-    `resumed` is the state() that a checkpoint was saved with.
+    `resumed` is the state() that a checkpoint was saved with, `process` a WorkerProcess, if one
+    waits already.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class Feed:
         run,
         adapter_name,
         resumed=None,
+        process=None,
     ):
         self.config, self.budget, self.pad = config, budget, pad
         resumed = resumed or {"step": 0, "num_tokens": 0, "next_prompt": 0, "used": []}
@@ -172,6 +174,7 @@ class Feed:
             **names,
             start_index=self.next_prompt,
             used=frozenset(self.used),
+            process=process,
         )
         self._allow(rows * budget)
         self.worker.set_version(self.version)

@@ -63,6 +63,7 @@ from hub import Hub
 from metrics import Metrics, applicable, compare
 from server import Fleet, ServerError
 from weights import Weights
+from worker import WorkerProcess
 
 # -------------------------------------------------------------------------------------- preparation
 
@@ -169,6 +170,7 @@ def train(config, task):
         resumed = checkpoint.load_state(resumed_from) if resumed_from else None
         fleet = Fleet(config.vllm_server_base_url.split(","), config.vllm_server_timeout)
         talks = first and not config.replay  # a replay trains from files, without a server
+        process = WorkerProcess() if talks else None  # its imports take as long as what follows
         info = sync.together(lambda: connect(fleet, config) if talks else None)
         model_path = model.resolve_model(config.model)
         tokenizer = model.load_tokenizer(config, model_path)
@@ -213,7 +215,17 @@ def train(config, task):
     if resumed:
         saves.resume(resumed)
     feed = replay or Feed(
-        config, task, policy, tokenizer, model_path, budget, pad, run, sender.adapter_name, resumed
+        config,
+        task,
+        policy,
+        tokenizer,
+        model_path,
+        budget,
+        pad,
+        run,
+        sender.adapter_name,
+        resumed,
+        process,
     )
     if feed.worker:
         sender.oldest_in_use = feed.worker.oldest_version

@@ -182,7 +182,7 @@ def check_sync(
     trainer_log_probs: Callable[[list[int]], Any],
     *,
     dtypes: Sequence[torch.dtype],
-    n_sampled: int = 16,
+    n_sampled: int = 4,
 ) -> float:
     """Largest difference between the servers' log-probs and the trainer's; too large a one raises.
 
@@ -190,7 +190,8 @@ def check_sync(
     are those that server and trainer compute in. Each server scores the prompt and n_sampled
     tokens that it samples after it; sampling goes through the prefix cache, so with a prompt
     longer than one of its blocks (16 tokens on CUDA, 128 on CPU) a cache left from older weights
-    shows too.
+    shows too. A sampled token is a step of a server with hundreds of rollouts under way: training
+    waits some 40 ms for each.
     """
 
     def ask(server):

@@ -49,9 +49,7 @@ def _die_with(parent_pid: int) -> None:
     threading.Thread(target=watch, daemon=True, name="parent watch").start()
 
 
-def _worker_main(
-    pipe, shared, parent_pid, *, pickled_task, task_path, config, model_path, evaluates, **arguments
-) -> None:
+def _worker_main(pipe, told, shared, parent_pid) -> None:
     """The worker process. Ends by os._exit: a reward that never returns must not keep it alive."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us too; the trainer stops us
     _die_with(parent_pid)
@@ -61,26 +59,25 @@ def _worker_main(
         return sender.submit(pipe.send_bytes, pickle.dumps(message, protocol=5))
 
     try:
-        from model import load_tokenizer  # here: this file is imported before _die_with() can act
+        # Not above, where _die_with() could not act yet; first, because it takes seconds.
+        from transformers import AutoTokenizer  # noqa: F401
 
-        if task_path is not None:
+        from model import load_tokenizer
+
+        arguments = pickle.loads(told.recv_bytes())
+        config, model_path = arguments.pop("config"), arguments.pop("model_path")
+        if task_path := arguments.pop("task_path"):
             import_task_file(task_path)
-        task = pickle.loads(pickled_task)
+        task = pickle.loads(arguments.pop("pickled_task"))
         options = vars(task.options) if task.options is not None else {}
         loop_class = task.rollout_loop or RolloutLoop
-        if evaluates:
+        if arguments.pop("evaluates"):
             from evaluate import loop_for  # it imports this file
 
             loop_class = loop_for(loop_class)
         config = types.SimpleNamespace(**config, **options)
-        loop = loop_class(
-            config,
-            task,
-            load_tokenizer(config, model_path),
-            shared=shared,
-            send=send,
-            **arguments,
-        )
+        tokenizer = load_tokenizer(config, model_path)
+        loop = loop_class(config, task, tokenizer, shared=shared, send=send, **arguments)
         asyncio.run(loop.run())
     except BaseException as error:
         code = 1
@@ -116,6 +113,33 @@ def _worker_environment():
         os.environ.update(saved)
 
 
+class WorkerProcess:
+    """A process that imports what a worker needs, and then waits to be told what for. Linux ends it
+    with the calling thread, so make it in the main one."""
+
+    def __init__(self):
+        spawn = multiprocessing.get_context("spawn")
+        self.shared = spawn.RawArray(ctypes.c_int64, len(Slot))
+        self.pipe, workers_end = spawn.Pipe(duplex=False)
+        workers_told, self._tell = spawn.Pipe(duplex=False)
+        self.process = spawn.Process(
+            target=_worker_main,
+            name="rollout worker",
+            args=(workers_end, workers_told, self.shared, os.getpid()),
+        )
+        with _worker_environment():
+            self.process.start()
+        workers_end.close()  # the pipe must end when the worker does
+        workers_told.close()
+        atexit.register(self.process.kill)  # before multiprocessing waits for it, for ever
+
+    def tell(self, arguments: dict) -> None:
+        atexit.unregister(self.process.kill)
+        with contextlib.suppress(BrokenPipeError):  # it died: whoever reads its pipe will say so
+            self._tell.send_bytes(pickle.dumps(arguments))
+        self._tell.close()
+
+
 class RolloutWorker:
     """The trainer's handle of the worker process. Every method may be called from any thread."""
 
@@ -131,6 +155,7 @@ class RolloutWorker:
         used: frozenset[int] = frozenset(),  # those above it that are
         evaluates: bool = False,  # evaluates when asked, instead of making samples (evaluate.py)
         adapter_name: str | None = None,  # what is sampled, with {version} in it, if not the model
+        process: WorkerProcess | None = None,  # one that was started before all this was known
     ):
         check_task(task, config)
         self._timeout_s = config["rollout_worker_timeout"]
@@ -146,8 +171,8 @@ class RolloutWorker:
             "evaluates": evaluates,
             "adapter_name": adapter_name,
         }
-        self._context = multiprocessing.get_context("spawn")
-        self._shared = self._context.RawArray(ctypes.c_int64, len(Slot))
+        self._handle = process or WorkerProcess()
+        self._shared, self._pipe = self._handle.shared, self._handle.pipe
         self._ready = threading.Condition()  # guards all below
         self._samples, self._records, self._dropped, self._stories = deque(), [], [], []
         self._failure: str | None = None
@@ -159,17 +184,9 @@ class RolloutWorker:
         self._process = None
 
     def start(self) -> None:
-        """Start the worker. Linux ends it with the calling thread, so call from the main one."""
-        self._pipe, workers_end = self._context.Pipe(duplex=False)
-        self._process = self._context.Process(
-            target=_worker_main,
-            name="rollout worker",
-            args=(workers_end, self._shared, os.getpid()),
-            kwargs=self._arguments,
-        )
-        with _worker_environment():
-            self._process.start()
-        workers_end.close()  # the pipe must end when the worker does
+        """Tell the worker what to do, and listen to it."""
+        self._process = self._handle.process
+        self._handle.tell(self._arguments)
         atexit.register(self.stop)  # before multiprocessing's, which would wait for ever
         self._reader = threading.Thread(target=self._read, daemon=True, name="rollout reader")
         self._reader.start()

@@ -1066,20 +1066,24 @@ if __name__ == "__main__":
     task = tasks.Task({rows!r}, (reward,))
     worker = RolloutWorker(
         {options!r}, task, model_path="nowhere", model_name="m", eos_token_ids=[2])
-    worker.start()
-    print(worker._process.pid, flush=True)
-    time.sleep(60)
+    if {told}:
+        worker.start()
+    print(worker._handle.process.pid, flush=True)
+    time.sleep({seconds})
 """
 
 
-def test_worker_does_not_outlive_a_killed_trainer(tmp_path):
+@pytest.mark.parametrize("told, killed", [(True, True), (False, True), (False, False)])
+def test_worker_does_not_outlive_a_trainer_that_is_killed_or_ends_early(tmp_path, told, killed):
     script = tmp_path / "trainer.py"
     root = str(Path(rollout.__file__).parent)
-    script.write_text(TRAINER.format(root=root, rows=prompts(1), options=OPTIONS))
+    options = dict(root=root, rows=prompts(1), options=OPTIONS, told=told)
+    script.write_text(TRAINER.format(seconds=60 if killed else 0, **options))
     trainer = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
     pid = int(trainer.stdout.readline())
-    os.kill(trainer.pid, signal.SIGKILL)
-    trainer.wait()
+    if killed:
+        os.kill(trainer.pid, signal.SIGKILL)
+    assert trainer.wait(20) == (-signal.SIGKILL if killed else 0)
     deadline = time.monotonic() + 60
     while is_alive(pid):
         assert time.monotonic() < deadline, "the worker is still there after 60 s"
