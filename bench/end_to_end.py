@@ -3,6 +3,7 @@
     pip install flash-attn-4==4.0.0b36 nvidia-cutlass-dsl==4.8.0; pip install --no-deps trl==1.16.0
     python bench/end_to_end.py                 # two GPUs of one host, 8 minutes
     python bench/end_to_end.py --seeds 0,1,2   # 20 minutes
+    python bench/end_to_end.py --sides surrogate/0,centered/0,surrogate/16,centered/16
 
 SmolLM2-135M learns sums of two two-digit numbers: one vLLM server for all on GPU 0, on GPU 1 one
 trainer after the other, each with a new process, the same data, group size, lengths, token budget,
@@ -12,6 +13,9 @@ learning rate, AdamW, requests in flight and number of steps:
                  recomputed; its attention kernel is flash-attn-4, as it fetches its own from a hub
     surrogate    ours with --score_centering false, which is TRL's loss
     centered     ours as it is
+
+A number after a slash is --max_staleness, by default 4. With --rehearse each trainer runs for two
+steps before anything is measured, so that what it compiles is on disk, as from the second run on.
 
 This file is the task of all three: its reward function notes when it scored what, so that rewards
 and generated tokens are counted in the same way. `seconds` run from the start of the trainer's
@@ -50,6 +54,8 @@ COMMON = dict(  # options of the same name and meaning on both sides
     max_staleness=4,
 )
 IN_FLIGHT = 512
+REHEARSAL = 1000  # its seed
+RATIO = "sampling/importance_sampling_ratio"
 
 # --------------------------------------------------------------------------- the task of all three
 
@@ -125,14 +131,15 @@ def train_trl(model, url, folder, steps, seed):
 # ------------------------------------------------------------------------------------- one trainer
 
 
-def run(name, url, args, seed):
+def run(side, url, args, seed, steps):
     """Start the trainer of one side, wait for its end; -> its figures."""
-    folder = Path(args.folder, f"{name}-{seed}")
+    folder = Path(args.folder, f"{side.replace('/', '-')}-{seed}")
     folder.mkdir(parents=True)
+    name, _, staleness = side.partition("/")
     environment = dict(os.environ, CUDA_VISIBLE_DEVICES="1", HF_HUB_OFFLINE="1")
     environment[SCORES] = str(folder / "scores")
     if name == "trl":
-        options = dict(trl=1, url=url, folder=folder, steps=args.steps, seeds=seed)
+        options = dict(trl=1, url=url, folder=folder, steps=steps, seeds=seed)
         command = [__file__]
     else:
         options = COMMON | dict(
@@ -141,7 +148,8 @@ def run(name, url, args, seed):
             model=args.model,
             vllm_server_base_url=url,
             output_dir=folder,
-            max_steps=args.steps,
+            max_steps=steps,
+            max_staleness=staleness or COMMON["max_staleness"],
             seed=seed,
             score_centering="false" if name == "surrogate" else "true",
             save_strategy="no",
@@ -163,7 +171,7 @@ def run(name, url, args, seed):
         print((folder / "log").read_text(errors="replace")[-3000:])
     found = figures(folder, began)
     cells = " ".join(f"{key} {value:.4g}," for key, value in found.items())
-    print(f"{name}, seed {seed}: {cells} exit code {code}", flush=True)
+    print(f"{side}, seed {seed}: {cells} exit code {code}", flush=True)
     return found
 
 
@@ -244,6 +252,9 @@ def figures(folder, began):
         "trainer works %": trainer,
         "sync s": mean("perf/weight_sync_s"),
         "staleness": mean("sample/staleness_mean"),
+        "ratio, lowest": min(step.get(f"{RATIO}/min", NAN) for step in steps),
+        "ratio, highest": max(step.get(f"{RATIO}/max", NAN) for step in steps),
+        "masked": mean("sampling/masked_mean"),
         "wait s": mean("perf/rollout_wait_s"),
     }
 
@@ -272,6 +283,7 @@ def main():
     parser.add_argument("--sides", default="trl,surrogate,centered")
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rehearse", action="store_true", help="two steps of each side before")
     parser.add_argument("--seconds", type=float, default=200, help="of a trainer at most")
     parser.add_argument("--folder", help="for logs and curves; default: a temporary one")
     parser.add_argument("--url", help="of a server that runs; default: one is started")
@@ -288,9 +300,12 @@ def main():
     with contextlib.ExitStack() as stack:
         server = serve(args.model, args.model, log, WORKER_EXTENSION)
         url = args.url or stack.enter_context(server)
+        if args.rehearse:
+            for name in results:
+                run(name, url, args, REHEARSAL, 2)
         for seed in args.seeds.split(","):
             for name, runs in results.items():
-                runs.append(run(name, url, args, seed))
+                runs.append(run(name, url, args, seed, args.steps))
     show(results)
 
 
