@@ -135,7 +135,7 @@ print(s.getsockname()[1])')}
 if [ -z "$SERVER_URL" ]; then
   flags=(--served-model-name "$MODEL_NAME" --logprobs-mode processed_logprobs
     --max-logprobs "$LOGPROBS" --enable-scale-out --worker-extension-cls sync.WorkerExtension
-    --disable-uvicorn-access-log) # a line a rollout
+    --disable-uvicorn-access-log) # that would be a line a rollout
   export VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1
   api_servers=8
   if [[ " ${VLLM_ARGS:-} " == *" --enable-lora "* ]]; then
