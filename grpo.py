@@ -229,7 +229,7 @@ def train(config, task):
     )
     if feed.worker:
         sender.oldest_in_use = feed.worker.oldest_version
-    if compiled:
+    if compiled and not replay:  # whose samples are there already
         warm_up(policy, config, longest, device)
 
     def must_sync():  # asked while the loop waits for samples

@@ -63,7 +63,7 @@ def candidate_log_probs(
     Memory. Logits exist as one tile of tile[0] terms by tile[1] tokens at a time and are recomputed
     in the backward: four products in all. The backward goes once through the vocabulary and
     finishes each slice of the weight's gradient, so it needs no float32 copy of the whole. The
-    default tile is the fastest measured; on a CPU it has to stay near the cache.
+    default tile is as fast as any of its memory; on a CPU it has to stay near the cache.
 
     compiled fuses the elementwise work on a tile (default: on a GPU). It compiles for each width of
     tile, not for each M.

@@ -2,7 +2,7 @@
 which nothing is shared.
 
     pip install flash-linear-attention==0.6.0
-    python bench/hybrid.py            # one H200, Qwen3.5-2B's shape, bf16; under 3 minutes
+    python bench/hybrid.py            # one H200, Qwen3.5-2B's shape, bf16
     python bench/hybrid.py --tiny     # CPU, to see that it runs; its times mean nothing
 
 Weights are random. First 8 layers: log-probs and gradients of packed samples against those of

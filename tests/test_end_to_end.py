@@ -101,11 +101,11 @@ def test_three_steps_after_each_of_which_server_and_trainer_agree(tiny_server, t
     for step in steps:
         assert step["sampling/sync_check_max"] < 1e-4  # float32 on both sides
         assert abs(step["loss"]) < 10 and step["grad_norm"] > 0
+        # What a short step trains on may all have been scored in the window before it.
+        if step["step"] == 1 or not math.isnan(step["completions/mean_length"]):
+            assert 0 < step["reward"] < 1
         assert step["batch/packing_ratio"] > 1
         assert step["sample/staleness_max"] <= 4 and step["perf/weight_sync_s"] > 0
-    rewards = [step["reward"] for step in steps if not math.isnan(step["reward"])]
-    assert rewards[0] == steps[0]["reward"], "only a later step may find all scored before it"
-    assert all(0 < reward < 1 for reward in rewards)
     # Before any update nothing separates the sampler from the policy but kernels.
     assert steps[0]["sampling/importance_sampling_ratio/max"] == pytest.approx(1, abs=1e-3)
     from transformers import AutoModelForCausalLM
