@@ -19,6 +19,7 @@ Test: pytest tests/test_packing.py.  Speed: python bench/attention.py (GPU)
 import functools
 import importlib.util
 import math
+import os
 
 import numpy as np
 import torch
@@ -225,6 +226,8 @@ def register_attention():
     """Make transformers know attn_implementation=ATTENTION."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    # flash-attn-4 compiles its kernels in each process, 20 s for a step, unless it may keep them
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     AttentionInterface.register(ATTENTION, tree_attention)
     AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)  # TreeMask is the mask
     # A row length is a shape of its own. Beyond the limit (8 by default) Dynamo runs the function

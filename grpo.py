@@ -33,8 +33,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -171,13 +173,15 @@ def train(config, task):
         fleet = Fleet(config.vllm_server_base_url.split(","), config.vllm_server_timeout)
         talks = first and not config.replay  # a replay trains from files, without a server
         process = WorkerProcess() if talks else None  # its imports take as long as what follows
-        info = sync.together(lambda: connect(fleet, config) if talks else None)
+        connected = in_background(lambda: connect(fleet, config) if talks else None)
         model_path = model.resolve_model(config.model)
         tokenizer = model.load_tokenizer(config, model_path)
+        loaded = model.load_model(config, model_path)  # GPU memory is the server's, until it is up
+        info = sync.together(connected)
         replay = Replay(config, pad, resumed) if config.replay else None
         budget = replay.budget if replay else config.token_budget or info.max_model_len
         longest = pad(budget) if pad else budget
-        policy = sharded_policy(config, model_path, device, longest, compiled)
+        policy = sharded_policy(config, loaded, device, longest, compiled)
     optimizer, scheduler = update.make_optimizer(policy, config)
     scale = update.LossScale(config.compute_dtype, resumed and resumed.get("loss_scale"))
     done = resumed["step"] if resumed else 0
@@ -185,10 +189,10 @@ def train(config, task):
         checkpoint.restore(resumed_from, policy, optimizer, scheduler, done)
 
     # ---- the first sync --------------------------------------------------------------------------
-    # A server that cannot take weights, or whose log-probs differ, is found before anything is
-    # generated; and a server that has seen another run starts anew.
+    # A server that cannot take weights is found before anything is generated; and a server that has
+    # seen another run starts anew.
     run = sync.together(lambda: open_run(config, task, fleet, resumed_from) if first else None)
-    version, sender, difference = done // config.weight_sync_steps, None, math.nan
+    version, sender = done // config.weight_sync_steps, None
     if not config.replay:
         with one_line_errors():
             tied = policy.model.config.get_text_config().tie_word_embeddings
@@ -196,7 +200,6 @@ def train(config, task):
             staleness = config.max_staleness
             sender = sync.make_sender(fleet, weights, output_dir=run, max_staleness=staleness)
             sync.sync_weights(fleet, sender, version)
-            difference = check_sync(policy, tokenizer, fleet, sender, version, info, config, device)
 
     # ---- log, checkpoints, samples ---------------------------------------------------------------
     metrics = Metrics(
@@ -208,7 +211,6 @@ def train(config, task):
         first_step=done,
     )
     metrics.declare(metric_names(config, task, policy, device))
-    metrics.record("sampling/sync_check_max", difference)
     with one_line_errors():
         hub = Hub(config, run)
     saves = checkpoint.Checkpoints(run, policy, optimizer, config)
@@ -229,13 +231,23 @@ def train(config, task):
     )
     if feed.worker:
         sender.oldest_in_use = feed.worker.oldest_version
-    if compiled and not replay:  # whose samples are there already
-        warm_up(policy, config, longest, device)
 
     def must_sync():  # asked while the loop waits for samples
         return sync.behind(fleet, sender, version)
 
+    def prove_sync():
+        difference = check_sync(policy, tokenizer, fleet, sender, version, info, config, device)
+        metrics.record("sampling/sync_check_max", difference)
+
     try:
+        # ---- while the first samples are generated -----------------------------------------------
+        # A server whose log-probs differ is found before anything is trained.
+        if sender:
+            with one_line_errors():
+                prove_sync()
+            if compiled:
+                warm_up(policy, config, longest, device)
+
         for step in itertools.count(done + 1):
             if config.max_steps > 0 and step > config.max_steps:
                 break
@@ -277,10 +289,7 @@ def train(config, task):
                 metrics.extend(records(sync.sync_through_restart(fleet, sender, new)))
                 version = new  # only now: the server has acknowledged it
                 if every and new // every > old // every:
-                    difference = check_sync(
-                        policy, tokenizer, fleet, sender, version, info, config, device
-                    )
-                    metrics.record("sampling/sync_check_max", difference)
+                    prove_sync()
             feed.trained(version)
 
             # ---- 5 log, save ---------------------------------------------------------------------
@@ -352,9 +361,10 @@ def start_distributed(config):
     return device
 
 
-def sharded_policy(config, model_path, device, longest, compiled):
-    """The policy in shards, recomputing what it must for rows of at most `longest` tokens."""
-    policy = model.load_policy(config, model_path, device)
+def sharded_policy(config, loaded, device, longest, compiled):
+    """The policy of a loaded model in shards on `device`, recomputing what it must for rows of at
+    most `longest` tokens."""
+    policy = model.configured_policy(config, loaded.to(device))
     mode, policy.reduce_each, why = memory.choose(policy, config, longest, device, compiled)
     memory.apply(policy, mode)
     model.shard(
@@ -411,9 +421,9 @@ def check_sync(policy, tokenizer, fleet, sender, version, info, config, device):
 
 
 def warm_up(policy, config, longest, device):
-    """Compile while the first samples are generated: forward and backward of the longest row, whose
-    gradients are dropped. Lengths are symbolic from the second one on (check_sync had the first),
-    so the steps find their graphs made."""
+    """Compile for rows of any length up to `longest`: forward and backward of the longest, whose
+    gradients are dropped. Lengths are symbolic from the second one on (the proof has the first), so
+    the steps find their graphs made."""
     begin = time.perf_counter()
     n_candidates = config.num_sampler_logprobs if config.is_centered else 0
     row = packing.pack_row([text_sample([0] * longest, n_candidates)], longest).to(device)
@@ -490,6 +500,20 @@ def say_result(metrics, compiled):
     if n := min(5, len(rewards) // 2):
         begin, end = (sum(part) / n for part in (rewards[:n], rewards[-n:]))
         say(f"mean reward of the first {n} and of the last {n} steps: {begin:.3f}, {end:.3f}")
+
+
+def in_background(function):
+    """Start `function` in a thread; -> a function that waits for its result, or raises its error."""
+    future = Future()
+
+    def run():
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()  # a pool's thread would hold up the exit
+    return future.result
 
 
 def records(values):

@@ -232,8 +232,8 @@ def is_recurrent(checkpoint):
     return getattr(model_class, "_is_stateful", False)
 
 
-def load_policy(config, model_path, device):
-    """Load the model with masters in config.dtype, a frozen vision tower and tree attention."""
+def load_model(config, model_path):
+    """The transformers model of a checkpoint on the CPU, in config.dtype, with tree attention."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     checkpoint = checkpoint_config(config, model_path)
@@ -243,9 +243,18 @@ def load_policy(config, model_path, device):
     if hasattr(checkpoint, "vision_config"):
         auto = AutoModelForImageTextToText
     attention.register_attention()
-    model = auto.from_pretrained(model_path, attn_implementation=attention.ATTENTION, **options)
-    coefficient = aux_loss_coefficient(config, checkpoint.get_text_config())
-    return make_policy(model.to(device), lora.adapter_config(config), coefficient)
+    return auto.from_pretrained(model_path, attn_implementation=attention.ATTENTION, **options)
+
+
+def load_policy(config, model_path, device):
+    """The policy of a checkpoint on `device`, as the options want it."""
+    return configured_policy(config, load_model(config, model_path).to(device))
+
+
+def configured_policy(config, model):
+    """... of a model that load_model() gave."""
+    coefficient = aux_loss_coefficient(config, model.config.get_text_config())
+    return make_policy(model, lora.adapter_config(config), coefficient)
 
 
 def make_policy(model, adapter=None, router_aux_loss_coef=0.0):

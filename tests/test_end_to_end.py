@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -269,6 +270,29 @@ def test_a_stopped_run_leaves_no_process(tiny_server, tmp_path):
     os.kill(process.pid, signal.SIGTERM)
     code, _ = finish(process, tmp_path, timeout=20)
     assert code == 143
+    assert group_is_gone(process)
+
+
+def test_a_trainer_that_waits_for_a_server_can_be_stopped(tiny_folder, tmp_path):
+    nobody = SimpleNamespace(name=str(tiny_folder), url=f"http://127.0.0.1:{free_port()}")
+    process = start_run(nobody, tmp_path)
+    deadline = time.monotonic() + 120
+    # the model is loaded meanwhile
+    while time.monotonic() < deadline and "(10 s)" not in (tmp_path / "out").read_text():
+        time.sleep(0.5)
+    assert process.poll() is None, (tmp_path / "out").read_text()[-3000:]
+    os.kill(process.pid, signal.SIGTERM)
+    code, output = finish(process, tmp_path, timeout=20)
+    assert code == 143 and f"waiting for the vLLM server at {nobody.url}" in output
+    assert group_is_gone(process)
+
+
+def test_a_server_that_disagrees_ends_the_run_before_its_first_step(tiny_server, tmp_path):
+    strict = "import sync\nsync.sync_bounds = lambda dtypes: (0.0, 0.0)  # not even rounding\n"
+    process = start_run(tiny_server, tmp_path, task=strict + TASK)
+    code, output = finish(process, tmp_path)
+    assert code == 1 and "does not hold the trainer's weights" in output
+    assert "Traceback" not in output and not (tmp_path / "run/metrics.jsonl").exists()
     assert group_is_gone(process)
 
 

@@ -1,6 +1,7 @@
 """The training step: what a split over ranks, micro-batches and rows must not change."""
 
 import dataclasses
+import threading
 import types
 
 import numpy as np
@@ -332,6 +333,17 @@ def test_warming_up_forwards_the_longest_row_and_leaves_nothing(tiny_folder, one
         assert all(torch.equal(value, before[n]) for n, value in policy.state_dict().items())
 
     one_rank(warm_up)
+
+
+def test_a_result_and_an_error_come_back_from_the_background():
+    assert grpo.in_background(lambda: 3)() == 3
+    begun, go_on = threading.Event(), threading.Event()
+    found = grpo.in_background(lambda: begun.set() or go_on.wait(60))
+    assert begun.wait(60)  # before anybody asks
+    go_on.set()
+    assert found() is True
+    with pytest.raises(ZeroDivisionError):
+        grpo.in_background(lambda: 1 / 0)()
 
 
 def test_clipping_scales_to_the_norm():
