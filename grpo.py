@@ -503,7 +503,7 @@ def say_result(metrics, compiled):
 
 
 def in_background(function):
-    """Start `function` in a thread; -> a function that waits for its result, or raises its error."""
+    """Start `function` in a thread; -> a function that waits for what it returns or raises."""
     future = Future()
 
     def run():

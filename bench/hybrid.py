@@ -181,7 +181,9 @@ def exactness(args):
         ("packed from transformers in float32", packed, exact),
         ("separate from transformers in float32", separate, exact),
     ):
-        lines.append(f"  {name:40} {relative(one[0], other[0]):.1e} {relative(one[1], other[1]):.1e}")
+        lines.append(
+            f"  {name:40} {relative(one[0], other[0]):.1e} {relative(one[1], other[1]):.1e}"
+        )
     return lines
 
 
@@ -314,7 +316,7 @@ def tune(args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")
-    parser.add_argument("--seconds", type=int, default=150, help="begin nothing new after these")
+    parser.add_argument("--seconds", type=int, default=400, help="begin nothing new after these")
     parser.add_argument("--compilers", type=int, default=min(12, os.cpu_count() - 1))
     args = parser.parse_args()
     args.device = "cpu" if args.tiny else "cuda"
@@ -328,7 +330,7 @@ def main():
         for process in processes:
             process.start()
         for process in processes:
-            process.join(max(0, START + 90 - time.perf_counter()))
+            process.join(max(0, START + 180 - time.perf_counter()))
             if process.exitcode is None:
                 process.terminate()
         print(f"kernels compiled, {time.perf_counter() - START:.0f} s", flush=True)
