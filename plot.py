@@ -4,6 +4,7 @@
     python plot.py RUN RUN -o out.png   overlaid; RUNs named X-seed0, X-seed1, ... are seeds of X:
                                         one line (their mean) in a band (their smallest to largest)
     python plot.py RUN --reward_only    the reward alone, wide and low, for the top of a README
+    python plot.py RUN --minutes        over minutes since the start of the first step, not steps
     python plot.py RUN --text           the same in a terminal, with a diagnosis in words
     python plot.py RUN --rollouts 8     rollouts.html: eight groups to read (page.py)
 
@@ -122,7 +123,8 @@ def load(path):
             f"plot: {file} has no line yet: the run has not finished its first step. "
             "Try again in a minute, or read its console output."
         )
-    return folder, windows
+    begin = windows[0]["time"] - windows[0].get("perf/step_s", 0.0)
+    return folder, [w | {"minutes": (w["time"] - begin) / 60} for w in windows]
 
 
 def by_setup(runs):
@@ -134,12 +136,10 @@ def by_setup(runs):
     return setups
 
 
-def curves(seeds, name):
-    """steps_S and values_RS of one metric; between its points a run is interpolated, beyond its
-    ends it is NaN. None if no run has a finite value."""
-    points = [
-        np.array([(w["step"], w.get(name, np.nan)) for w in windows], float) for windows in seeds
-    ]
+def curves(seeds, name, x="step"):
+    """steps_S (or minutes) and values_RS of one metric; between its points a run is interpolated,
+    beyond its ends it is NaN. None if no run has a finite value."""
+    points = [np.array([(w[x], w.get(name, np.nan)) for w in windows], float) for windows in seeds]
     points = [p[np.isfinite(p[:, 1])] for p in points]
     points = [p for p in points if len(p)]
     if not points:
@@ -160,15 +160,15 @@ def smooth(values_S):
     return (total_S[high_S] - total_S[low_S]) / (high_S - low_S)
 
 
-def time_parts(seeds):
+def time_parts(seeds, x="step"):
     """steps_S and {part: seconds_S} of a step, averaged over seeds; 'other' is the remainder."""
-    whole = curves(seeds, "perf/step_s")
+    whole = curves(seeds, "perf/step_s", x)
     if whole is None:
         return None
     steps_S, left_S = whole[0], np.nanmean(whole[1], axis=0)
     parts = {}
     for label, name, _ in TIME:
-        part = curves(seeds, name)
+        part = curves(seeds, name, x)
         if part is None:
             continue
         # a window without a sync has no sync time: 0 there, not interpolated
@@ -190,9 +190,9 @@ def summary(windows):
 # ---- picture ----------------------------------------------------------------------------------
 
 
-def draw(setups, path, reward_only=False, columns=None):
+def draw(setups, path, reward_only=False, columns=None, x="step"):
     """One PNG with a panel for each of PANELS that has data, in two columns, or three if they fill
-    them."""
+    them. x: "step" or "minutes"."""
     try:
         import matplotlib
     except ImportError as error:
@@ -223,8 +223,8 @@ def draw(setups, path, reward_only=False, columns=None):
     panels = [
         (title, lines)
         for title, lines in PANELS[: 1 if reward_only else None]
-        if any(curves(every, name) is not None for _, name, _ in lines)
-        or (not lines and time_parts(every) is not None)
+        if any(curves(every, name, x) is not None for _, name, _ in lines)
+        or (not lines and time_parts(every, x) is not None)
     ]
     if not panels:
         raise SystemExit("plot: the runs have none of the metrics that plot.py draws")
@@ -236,12 +236,12 @@ def draw(setups, path, reward_only=False, columns=None):
     )
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
     for ax, panel in zip(axes.flat, panels):
-        draw_panel(ax, *panel, setups)
+        draw_panel(ax, *panel, setups, x)
     for ax in axes.flat[len(panels) :]:
         ax.set_axis_off()
     for ax in axes.flat[max(len(panels) - columns, 0) : len(panels)]:
         if not ax.patches:  # the bars of several setups have seconds on this axis
-            ax.set_xlabel("step", labelpad=1)
+            ax.set_xlabel(x, labelpad=1)
     headline = summary(every[0]) if len(every) == 1 else f"{len(every)} runs"
     if len(every) > len(setups):
         headline += "; lines: mean over seeds, bands: smallest to largest"
@@ -265,18 +265,18 @@ def draw(setups, path, reward_only=False, columns=None):
     return path
 
 
-def draw_panel(ax, title, lines, setups):
+def draw_panel(ax, title, lines, setups, x):
     """Title, below it the names of the lines in their colours, then the curves."""
     names = []
     if not lines:
-        names = draw_time(ax, setups)
+        names = draw_time(ax, setups, x)
     elif len(setups) > 1:  # named once, above all panels
         title += f": {lines[0][0]}" if len(lines) > 1 else ""
         for seeds, color in reversed(list(zip(setups.values(), COLORS))):
-            draw_line(ax, curves(seeds, lines[0][1]), color)
+            draw_line(ax, curves(seeds, lines[0][1], x), color)
     else:
         for label, name, color in reversed(lines):  # the first, the main one, comes on top
-            if draw_line(ax, curves(*setups.values(), name), color):
+            if draw_line(ax, curves(*setups.values(), name, x), color):
                 names.insert(0, (label, color))
     ax.set_title(title, loc="left", pad=19 if names else 6)
     left = None
@@ -297,10 +297,10 @@ def draw_panel(ax, title, lines, setups):
         )
     ax.margins(x=0.01)
     if not ax.patches:
-        steps = [window["step"] for seeds in setups.values() for run in seeds for window in run]
-        margin = max(0.01 * (max(steps) - min(steps)), 0.1)
+        steps = [window[x] for seeds in setups.values() for run in seeds for window in run]
+        margin = max(0.01 * (max(steps) - min(steps)), 0.1 if x == "step" else 0.0)
         ax.set_xlim(min(steps) - margin, max(steps) + margin)  # also where only some have values
-        ax.locator_params(axis="x", integer=True)
+        ax.locator_params(axis="x", integer=x == "step")
         ax.locator_params(axis="y", nbins=4)
         if not title.startswith(("Reward", "Ratio")):
             ax.set_ylim(bottom=0)
@@ -337,9 +337,9 @@ def draw_line(ax, curve, color):
     return True
 
 
-def draw_time(ax, setups):
+def draw_time(ax, setups, x):
     """One setup: seconds of a step over the run, stacked. Several: one bar each, their means."""
-    parts = {setup: time_parts(seeds) for setup, seeds in setups.items()}
+    parts = {setup: time_parts(seeds, x) for setup, seeds in setups.items()}
     colors = {label: color for label, _, color in TIME} | {"other": "#c4c4c4"}
     labels = [label for label in colors if any(p and label in p[1] for p in parts.values())]
     if len(setups) == 1:
@@ -424,6 +424,7 @@ def main(argv=None):
     parser.add_argument("-o", "--output", help="default: plot.png in the first run's folder")
     parser.add_argument("--text", action="store_true", help="print instead of drawing")
     parser.add_argument("--reward_only", action="store_true", help="one wide panel")
+    parser.add_argument("--minutes", action="store_true", help="time, not steps, to the right")
     parser.add_argument("--columns", type=int, help="1 for a narrow screen")
     parser.add_argument("--rollouts", type=int, metavar="N", help="a page of N groups to read")
     args = parser.parse_args(argv)
@@ -435,7 +436,8 @@ def main(argv=None):
         print("\n\n".join(text(*run) for run in runs))
     else:
         output = args.output or runs[0][0] / ("reward.png" if args.reward_only else "plot.png")
-        print(draw(by_setup(runs), output, args.reward_only, args.columns))
+        x = "minutes" if args.minutes else "step"
+        print(draw(by_setup(runs), output, args.reward_only, args.columns, x))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
     python bench/end_to_end.py                 # two GPUs of one host, 8 minutes
     python bench/end_to_end.py --seeds 0,1,2   # 20 minutes
     python bench/end_to_end.py --sides surrogate/0,centered/0,surrogate/16,centered/16
+    python bench/end_to_end.py --picture docs/against_trl.png   # the curves of those seeds as well
 
 SmolLM2-135M learns sums of two two-digit numbers: one vLLM server for all on GPU 0, on GPU 1 one
 trainer after the other, each with a new process, the same data, group size, lengths, token budget,
@@ -39,6 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # this file's folder has a sync.py too
 
+import plot  # noqa: E402
 from envs import arithmetic  # noqa: E402
 from metrics import NAN, read_windows  # noqa: E402
 from server import WORKER_EXTENSION  # noqa: E402
@@ -133,7 +135,7 @@ def train_trl(model, url, folder, steps, seed):
 
 def run(side, url, args, seed, steps):
     """Start the trainer of one side, wait for its end; -> its figures."""
-    folder = Path(args.folder, f"{side.replace('/', '-')}-{seed}")
+    folder = Path(args.folder, f"{side.replace('/', '-')}-seed{seed}")
     folder.mkdir(parents=True)
     name, _, staleness = side.partition("/")
     environment = dict(os.environ, CUDA_VISIBLE_DEVICES="1", HF_HUB_OFFLINE="1")
@@ -277,6 +279,16 @@ def show(results):
                 print(f"reward {THRESHOLD}, {key}: TRL's time over that of {name} {ratio:.2f}")
 
 
+def picture(folder, path):
+    """The curves of all trainers below `folder`, over minutes since the start of each."""
+    runs = [
+        (file.parent, [{"minutes": t / 60, "reward": r} for t, r in json.loads(file.read_text())])
+        for file in sorted(Path(folder).glob("*-seed*/curve.json"))
+        if not file.parent.name.endswith(f"-seed{REHEARSAL}")
+    ]
+    return plot.draw(plot.by_setup(runs), path, reward_only=True, x="minutes")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(ROOT / "models/smollm2-135m"))
@@ -285,6 +297,7 @@ def main():
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rehearse", action="store_true", help="two steps of each side before")
     parser.add_argument("--seconds", type=float, default=200, help="of a trainer at most")
+    parser.add_argument("--picture", help="PNG to draw the curves to")
     parser.add_argument("--folder", help="for logs and curves; default: a temporary one")
     parser.add_argument("--url", help="of a server that runs; default: one is started")
     parser.add_argument("--trl", help=argparse.SUPPRESS)  # this process is TRL's trainer
@@ -307,6 +320,8 @@ def main():
             for name, runs in results.items():
                 runs.append(run(name, url, args, seed, args.steps))
     show(results)
+    if args.picture:
+        print(picture(args.folder, args.picture))
 
 
 if __name__ == "__main__":

@@ -497,6 +497,19 @@ def test_seeds_of_one_setup_share_a_band(tmp_path):
     assert png_size(tmp_path / "both.png")[0] > 1000
 
 
+def test_minutes_count_from_the_start_of_the_first_step(tmp_path):
+    pytest.importorskip("matplotlib")
+    windows = [
+        {"step": 1, "time": 1000.0, "perf/step_s": 30.0, "reward": 0.0},
+        {"step": 2, "time": 1060.0, "perf/step_s": 60.0, "reward": 1.0},
+    ]
+    run = write_run(tmp_path / "run", windows)
+    minutes, values = plot.curves([plot.load(run)[1]], "reward", "minutes")
+    assert minutes.tolist() == [0.5, 1.5] and values.tolist() == [[0.0, 1.0]]
+    plot.main([run, "--minutes"])
+    assert png_size(tmp_path / "run" / "plot.png")[0] > 500
+
+
 def test_curves_interpolate_within_a_run_only():
     a = [{"step": 1, "x": 1.0}, {"step": 3, "x": 3.0}]
     b = [{"step": 2, "x": 5.0}, {"step": 3, "x": NAN}]
