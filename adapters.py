@@ -19,6 +19,7 @@ vLLM registers adapters in its API server, so there can be one of those only (--
 Test: pytest tests/test_adapters.py
 """
 
+import contextlib
 import os
 import shutil
 import time
@@ -101,17 +102,15 @@ class AdapterSender:
         self.parameters = [  # before the first forward, as in weights.Weights
             (name, parameter) for name, parameter in model.named_parameters() if ".lora_" in name
         ]
-        if first:
-            self._clear()
+        if first:  # names and files of an earlier run would be taken for ours
+            shutil.rmtree(self.folder, ignore_errors=True)
+            for server in fleet.servers:
+                self._clear(server)
 
-    def _clear(self):
-        """Names and files of an earlier run would be taken for ours."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        prefix = MODEL_NAME.format(version="")
-        for server in self.fleet.servers:
-            for name in server.model_names():
-                if name.startswith(prefix):
-                    self._unload(server, name)
+    def _clear(self, server):
+        for name in server.model_names():
+            if name.startswith(MODEL_NAME.format(version="")):
+                self._unload(server, name)
 
     def stage(self, version: int) -> None:
         """Make room, then write the version; the servers go on meanwhile."""
@@ -188,8 +187,12 @@ class AdapterSender:
 
     def close(self) -> None:
         """Forget all versions."""
-        if self.first:
-            self._clear()
+        if not self.first:
+            return
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for server in self.fleet.servers:
+            with contextlib.suppress(ServerError):  # one that is gone has forgotten them
+                self._clear(server)
 
 
 def peft_name(name: str) -> str:

@@ -173,7 +173,7 @@ REFUSED = {
     "use_liger_kernel": "the head never holds the logits anyway (lm_head.py)",
     "liger_kernel_config": "see use_liger_kernel",
     "beta": "there is no reference model and no KL term",
-    "scale_rewards": "advantages are always divided by the group's standard deviation",
+    "scale_rewards": "always the group's standard deviation, but none with --loss dr_grpo",
     "ignore_data_skip": "a rollout queue cannot be replayed; it is always true",
     "remove_unused_columns": "every column reaches the reward functions; it is always false",
     "lr_scheduler_kwargs": "the four schedules take no further arguments",
@@ -326,7 +326,8 @@ def recorded_options(run):
             f"--replay {run!r}: there is nothing to replay; name the folder of a run that had "
             "--dump_rollouts"
         )
-    own = ("output_dir", "run_name", "replay", "dump_rollouts", "eval_env", "num_train_processes")
+    own = """output_dir run_name replay dump_rollouts eval_env num_train_processes replicas
+        resume_from_checkpoint push_to_hub""".split()
     return {n: value for n, value in json.loads(file.read_text()).items() if n not in own}
 
 

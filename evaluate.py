@@ -65,19 +65,20 @@ def loop_for(base):
 class Evaluation:
     """Rank 0's handle of the evaluation and its worker."""
 
-    def __init__(self, config, task, run, **names):
+    def __init__(self, config, task, run, first_step, **names):
         self.config, self.run = config, run
         self.n_prompts = sum(1 for _ in itertools.islice(task.rows, config.eval_prompts))
         options = asdict(config) | {"dump_rollouts": True, "seed": config.seed + 1}
         self.worker = RolloutWorker(options, task, evaluates=True, **names)
         self.worker.start()
-        self.n_due = 0  # how often eval_steps had passed when the last one began
+        self.n_due = first_step // config.eval_steps  # when the last one began
         self.step = self.version = None  # of the weights that are being evaluated; None: none are
         self.held_since = None  # when the sync that waits became due
         self.records = []
 
     def start_if_due(self, step, version):
-        """After a sync: begin if eval_steps steps have passed, or all, and the last one is over."""
+        """After a sync: begin if eval_steps steps have passed, or all, and the last one is over.
+        (The last step has a sync, unless weight_sync_steps does not divide max_steps.)"""
         n_due = step // self.config.eval_steps
         is_due = n_due > self.n_due or step == self.config.max_steps
         if self.step is not None or not is_due:

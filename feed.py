@@ -29,6 +29,7 @@ from worker import RolloutWorker
 
 TELL_S = 60.0  # of waiting for samples, after which a line says so
 SYNC_AGAIN = "sync again"  # from next(): a server lacks the weights, so no samples come from it
+STILL_WAITING = "still waiting"  # so that other ranks do not take a long wait for a dead rank 0
 
 
 @dataclass
@@ -75,9 +76,9 @@ def shares(plan, config, world_size, epoch=math.nan):
 
 
 def scatter(plan, config, epoch=math.nan):
-    """Rank 0's plan as this rank's Share; None and SYNC_AGAIN go as they are. Collective."""
+    """Rank 0's plan as this rank's Share; what is no plan goes as it is. Collective."""
     all_shares, mine = [plan] * dist.get_world_size(), [None]
-    if plan is not None and plan is not SYNC_AGAIN:
+    if isinstance(plan, planner.Plan):
         all_shares = shares(plan, config, dist.get_world_size(), epoch)
     dist.scatter_object_list(mine, all_shares, src=0)
     return mine[0]
@@ -149,6 +150,7 @@ class Feed:
         # groups that were trained or dropped, which an epoch counts: all below, and these above
         self.next_prompt, self.used = resumed["next_prompt"], set(resumed["used"])
         self.n_prompts = len(task.rows) if tasks.has_epochs(task) else math.nan
+        self.waits_since = None  # for samples
         self.told = []  # dump.stories of the rollouts that were scored since the step before
         self.left_over, self.late_drops = None, 0  # of the end of the prompts
         self.worker = self.planner = self.evaluation = self.dump = None
@@ -166,7 +168,8 @@ class Feed:
             self.dump = dump.Dump(run, budget, resumed["step"])
             tokenizer.save_pretrained(run / "rollouts" / "tokenizer")
         if config.eval_env:
-            self.evaluation = Evaluation(config, tasks.load_eval_task(config, task), run, **names)
+            held_out = tasks.load_eval_task(config, task)
+            self.evaluation = Evaluation(config, held_out, run, self.step, **names)
         options = asdict(config) | {"dump_rollouts": wants_told}
         self.worker = RolloutWorker(
             options,
@@ -213,22 +216,24 @@ class Feed:
         return (step - 1) // self.config.weight_sync_steps
 
     def next(self, must_sync=lambda: False):
-        """The next step's samples of this rank, None at the end, or SYNC_AGAIN if rank 0's
-        must_sync(), asked once a second of waiting, says so. Every rank calls it."""
+        """The next step's samples of this rank, None at the end, SYNC_AGAIN if rank 0's
+        must_sync(), asked once a second of waiting, says so, or STILL_WAITING once a minute. Every
+        rank calls it."""
         if self.planner:
             self.plan = self._wait(must_sync)
-            if self.plan is not SYNC_AGAIN:
+            if self.plan not in (SYNC_AGAIN, STILL_WAITING):
                 self._use_prompts()
         self.share = scatter(self.plan, self.config, self.epoch)
         return self.share
 
     def _wait(self, must_sync):
-        begin = told = time.monotonic()
+        self.waits_since = self.waits_since or time.monotonic()
+        begin = time.monotonic()
         while True:
             self.worker.check()
-            if time.monotonic() - told > TELL_S:
-                told = time.monotonic()
-                print(waiting(told - begin, self.worker.n_dropped), flush=True)
+            if (now := time.monotonic()) - begin > TELL_S:
+                print(waiting(now - self.waits_since, self.worker.n_dropped), flush=True)
+                return STILL_WAITING
             try:
                 plan = self.planner.next(timeout=1.0)
             except TimeoutError:
@@ -240,6 +245,7 @@ class Feed:
             self.worker.release(pulled - self.released_tokens)
             self.step_tokens, self.released_tokens = pulled - self.released_tokens, pulled
             self.queue_size, self.taken_at = self.worker.queue_size, time.time()
+            self.waits_since = None
             return plan
 
     def _use_prompts(self):
@@ -352,13 +358,12 @@ class Replay:
 
     worker = None
 
-    def __init__(self, config, pad, resumed=None):
+    def __init__(self, config, pad):
         self.config, self.pad = config, pad
-        resumed = resumed or {"step": 0, "num_tokens": 0}
-        self.plan, self.n_tokens, self.told = None, resumed["num_tokens"], []
+        self.plan, self.n_tokens, self.told = None, 0, []
         files = dump.step_files(config.replay)
         self.budget = together(lambda: dump.read_step(files[0]).token_budget)
-        self.files = iter(files[resumed["step"] :])
+        self.files = iter(files)
 
     def next(self, must_sync=None):
         if dist.get_rank() == 0:

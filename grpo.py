@@ -15,8 +15,9 @@ trains on what they queue, without waiting for either unless the queue is empty.
     5 log      metrics of the window (metrics.py), a checkpoint when it is due (checkpoint.py)
 
 Weight versions: the weights that the run starts from are version 0 (sent before the first rollout),
-those after n * weight_sync_steps steps are version n. A sample's staleness at a step is the version
-that the step trains minus the version of the sample's oldest generated token.
+those after n * weight_sync_steps steps are version n (a server that comes back between two syncs
+gets the newest weights under the last number). A sample's staleness at a step is the version that
+the step trains minus the version of the sample's oldest generated token.
 
 Options are in config.py. Left out: a reference model (beta = 0), reward models on the GPU,
 DeepSpeed, context and sequence parallelism.
@@ -37,7 +38,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from importlib.metadata import version as installed
@@ -60,9 +61,9 @@ import tasks
 import update
 from config import Config, configure, parse_command_line, print_help
 from diagnosis import LIMITS, diagnose
-from feed import SYNC_AGAIN, Feed, Replay
+from feed import STILL_WAITING, SYNC_AGAIN, Feed, Replay
 from hub import Hub
-from metrics import Metrics, applicable, compare
+from metrics import Metrics, applicable, compare, read_windows
 from server import Fleet, ServerError
 from weights import Weights
 from worker import WorkerProcess
@@ -178,7 +179,7 @@ def train(config, task):
         tokenizer = model.load_tokenizer(config, model_path)
         loaded = model.load_model(config, model_path)  # GPU memory is the server's, until it is up
         info = sync.together(connected)
-        replay = Replay(config, pad, resumed) if config.replay else None
+        replay = Replay(config, pad) if config.replay else None
         budget = replay.budget if replay else config.token_budget or info.max_model_len
         longest = pad(budget) if pad else budget
         policy = sharded_policy(config, loaded, device, longest, compiled)
@@ -255,8 +256,9 @@ def train(config, task):
 
             # ---- 1 wait --------------------------------------------------------------------------
             with clock("perf/rollout_wait_s"):
-                while (share := feed.next(must_sync)) == SYNC_AGAIN:
-                    sync.sync_through_restart(fleet, sender, version)
+                while (share := feed.next(must_sync)) in (SYNC_AGAIN, STILL_WAITING):
+                    if share == SYNC_AGAIN:
+                        sync.sync_through_restart(fleet, sender, version)
             if share is None:  # the prompts have ended
                 break
 
@@ -314,6 +316,10 @@ def train(config, task):
                 metrics.record("perf/checkpoint_s", saves.save(step, feed.state() | scale.state()))
                 hub.push(policy, tokenizer, config.compute_dtype, step)
             saves.check()
+        final = str(run / "final")
+        model.save_pretrained(policy, tokenizer, final, config.compute_dtype)
+        if first:
+            say(f"saved {final}")
         if saves.is_due(done, saves.epoch, last=True):
             saves.save(done, feed.state() | scale.state())
         saves.finish()
@@ -321,18 +327,13 @@ def train(config, task):
             metrics.extend(feed.finish())
             metrics.finish(done)  # what no window has yet
     finally:
-        saves.close()
-        feed.close()
-        if sender:
-            sender.close()
-        metrics.close()
+        with ExitStack() as closing:  # the last comes first, and none needs another's success
+            for part in filter(None, (metrics, sender, feed, saves)):
+                closing.callback(part.close)
 
-    final = str(run / "final")
-    model.save_pretrained(policy, tokenizer, final, config.compute_dtype)
     hub.push_final(final)
     if first:
-        say(f"saved {final}")
-        say_result(metrics, compiled)
+        say_result(run, compiled)
     dist.destroy_process_group()
 
 
@@ -356,7 +357,8 @@ def start_distributed(config):
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=config.ddp_timeout),
+        # ranks wait for each other while rank 0 waits for a server
+        timeout=timedelta(seconds=config.ddp_timeout + config.vllm_server_timeout),
     )
     return device
 
@@ -364,6 +366,11 @@ def start_distributed(config):
 def sharded_policy(config, loaded, device, longest, compiled):
     """The policy of a loaded model in shards on `device`, recomputing what it must for rows of at
     most `longest` tokens."""
+    if dist.get_world_size() % config.replicas:
+        raise ValueError(
+            f"--replicas {config.replicas} does not divide the {dist.get_world_size()} training "
+            "processes"
+        )
     policy = model.configured_policy(config, loaded.to(device))
     mode, policy.reduce_each, why = memory.choose(policy, config, longest, device, compiled)
     memory.apply(policy, mode)
@@ -426,7 +433,8 @@ def warm_up(policy, config, longest, device):
     the steps find their graphs made."""
     begin = time.perf_counter()
     n_candidates = config.num_sampler_logprobs if config.is_centered else 0
-    row = packing.pack_row([text_sample([0] * longest, n_candidates)], longest).to(device)
+    sample = text_sample([0] * longest, n_candidates, with_sets=config.top_k > 0)
+    row = packing.pack_row([sample], longest).to(device)
     tree = attention.TreeMask(row, config.attention).prepare(policy.model.config)
     with policy.computing():
         policy(row, tree, config.temperature)[0].sum().backward()
@@ -435,9 +443,9 @@ def warm_up(policy, config, longest, device):
         say(f"layers and head compiled in {time.perf_counter() - begin:.0f} s")
 
 
-def text_sample(ids, n_candidates=0):
+def text_sample(ids, n_candidates=0, with_sets=False):
     """A Sample that asks for the log-prob of every token but the first, and of `n_candidates` ids
-    beside each, and for nothing else."""
+    beside each, and for nothing else. with_sets: among candidate sets, of that token alone."""
     n = len(ids)
     return chat.Sample(
         input_ids=np.array(ids, dtype=np.int32),
@@ -446,6 +454,8 @@ def text_sample(ids, n_candidates=0):
         top_ids=np.zeros((n - 1, n_candidates), np.int32),
         top_log_probs=np.zeros((n - 1, n_candidates), np.float32),
         versions=np.zeros(n, np.int32),
+        set_ids=np.array(ids[1:], np.int32) if with_sets else None,
+        set_offsets=np.arange(n, dtype=np.int32) if with_sets else None,
     )
 
 
@@ -491,15 +501,16 @@ def say_diagnosis(metrics, config):
         metrics.note(f"diagnosis: {sentence}")
 
 
-def say_result(metrics, compiled):
-    """The last lines of a run."""
+def say_result(run, compiled):
+    """The last lines of a run, a resumed one's earlier part included."""
     if compiled:
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         say(f"{graphs} graphs were compiled, for the lengths of rows and the head's tiles")
-    rewards = [w["reward"] for w in metrics.history if math.isfinite(w.get("reward", math.nan))]
+    windows = read_windows(run / "metrics.jsonl")
+    rewards = [w["reward"] for w in windows if math.isfinite(w.get("reward", math.nan))]
     if n := min(5, len(rewards) // 2):
         begin, end = (sum(part) / n for part in (rewards[:n], rewards[-n:]))
-        say(f"mean reward of the first {n} and of the last {n} steps: {begin:.3f}, {end:.3f}")
+        say(f"mean reward of the first {n} and of the last {n} windows: {begin:.3f}, {end:.3f}")
 
 
 def in_background(function):

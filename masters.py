@@ -18,7 +18,7 @@ import functools
 import torch
 from torch import nn
 
-WAITING_BYTES = 1 << 26  # of gradients in the compute dtype, which then go to masters in one kernel
+WAITING_BYTES = 1 << 26  # of gradients in the compute dtype; a step's first go on in one kernel
 
 
 class ComputeCopies:

@@ -1,6 +1,7 @@
 """The policy: a transformers model that forwards packed rows and returns log-probs, never logits.
 
-    load_policy(config, ...)        load, freeze, add adapters, switch attention to the tree
+    load_model(config, path)        a transformers model whose attention is the tree's
+    configured_policy(config, ...)  ... frozen in part, with adapters
     Policy.forward(row, tree)       log-probs [M, C], entropy [M] of the row's loss terms; aux loss
     shard(policy, ...)              one rank: masters.py; several: FSDP2, one unit a decoder layer
     save_pretrained(policy, ...)    a Hugging Face folder that vLLM and transformers load
@@ -246,13 +247,8 @@ def load_model(config, model_path):
     return auto.from_pretrained(model_path, attn_implementation=attention.ATTENTION, **options)
 
 
-def load_policy(config, model_path, device):
-    """The policy of a checkpoint on `device`, as the options want it."""
-    return configured_policy(config, load_model(config, model_path).to(device))
-
-
 def configured_policy(config, model):
-    """... of a model that load_model() gave."""
+    """The policy of a loaded model: frozen in part, with adapters, as the options want it."""
     coefficient = aux_loss_coefficient(config, model.config.get_text_config())
     return make_policy(model, lora.adapter_config(config), coefficient)
 
@@ -313,8 +309,6 @@ def shard(policy, device, compute_dtype, compile_layers, *, replicas=1, cpu_offl
         for layer in layers(policy):
             layer.compile()
     world = torch.distributed.get_world_size()
-    if world % replicas:
-        raise ValueError(f"--replicas {replicas} does not divide the {world} training processes")
     float32_masters = all(p.dtype == torch.float32 for p in policy.parameters())
     if world == 1 and float32_masters and not cpu_offload:
         if compute_dtype != torch.float32:

@@ -4,7 +4,7 @@
     python plot.py RUN RUN -o out.png   overlaid; RUNs named X-seed0, X-seed1, ... are seeds of X:
                                         one line (their mean) in a band (their smallest to largest)
     python plot.py RUN --reward_only    the reward alone, wide and low, for the top of a README
-    python plot.py RUN --minutes        over minutes since the start of the first step, not steps
+    python plot.py RUN --minutes        over minutes since the first logged step began, not steps
     python plot.py RUN --text           the same in a terminal, with a diagnosis in words
     python plot.py RUN --rollouts 8     rollouts.html: eight groups to read (page.py)
 
@@ -123,7 +123,7 @@ def load(path):
             f"plot: {file} has no line yet: the run has not finished its first step. "
             "Try again in a minute, or read its console output."
         )
-    begin = windows[0]["time"] - windows[0].get("perf/step_s", 0.0)
+    begin = windows[0]["time"] - np.nan_to_num(windows[0].get("perf/step_s", 0.0))
     return folder, [w | {"minutes": (w["time"] - begin) / 60} for w in windows]
 
 

@@ -20,7 +20,7 @@ the trainer's allowance. So the deque holds at most that and one group more, and
 waits for long. Three limits decide how many rollouts run: that one (staleness), LoadLimit (the
 server's KV cache) and max_concurrent_rollouts.
 
-Versions: 0 are the weights that the server starts with. The trainer announces a version only after
+Versions: 0 are the weights that the run starts from. The trainer announces a version only after
 the server has acknowledged it; each token is labelled by the server's own account if it gives one.
 
 The process around the loop is worker.py, what it learns from tasks.py. The parts of a rollout:

@@ -20,6 +20,11 @@ started=$SECONDS
 
 gpus=$( (nvidia-smi -L 2>/dev/null || true) | grep -c '^GPU' || true)
 [ "${CUDA_VISIBLE_DEVICES-all}" != "" ] || gpus=0
+gpu_ids=($(seq 0 $((gpus - 1))))
+if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then # others' GPUs are not ours
+  IFS=, read -ra gpu_ids <<< "$CUDA_VISIBLE_DEVICES"
+  gpus=${#gpu_ids[@]}
+fi
 requirements=requirements.txt
 [ "$gpus" -gt 0 ] || requirements=requirements-cpu.txt
 
@@ -118,7 +123,7 @@ trap 'exit 143' TERM
 
 # ---- the servers --------------------------------------------------------------------------------------
 mkdir -p runs
-gpu_list() { seq -s, "$1" "$2"; }
+gpus_from() { (IFS=, && echo "${gpu_ids[*]:$1}"); } # with commas
 start_server() { # its GPUs, its command line
   local number=${#servers[@]} devices=$1 port
   shift
@@ -144,8 +149,8 @@ if [ -z "$SERVER_URL" ]; then
     flags+=(--max-loras "$LORA_SLOTS" --max-lora-rank "$LORA_RANK")
   fi
   if [ "$gpus" -gt 0 ]; then
-    vllm_gpus=${VLLM_GPUS:-$(seq -s' ' 0 $((gpus > 1 ? gpus / 2 - 1 : 0)))}
-    train_gpus=${TRAIN_GPUS:-$(gpu_list $((gpus / 2)) $((gpus - 1)))}
+    vllm_gpus=${VLLM_GPUS:-${gpu_ids[*]:0:gpus > 1 ? gpus / 2 : 1}}
+    train_gpus=${TRAIN_GPUS:-$(gpus_from $((gpus / 2)))}
     flags+=(--max-model-len "${MAX_MODEL_LEN:-4096}" --api-server-count "$api_servers"
       --dtype "$SERVER_DTYPE")
     if [[ " ${vllm_gpus//,/ } " == *" ${train_gpus%%,*} "* ]]; then
@@ -186,7 +191,7 @@ fi
 # ---- the trainer --------------------------------------------------------------------------------------
 command=("$python")
 if [ "$gpus" -gt 0 ]; then
-  : "${train_gpus:=${TRAIN_GPUS:-${CUDA_VISIBLE_DEVICES:-$(gpu_list 0 $((gpus - 1)))}}}"
+  : "${train_gpus:=${TRAIN_GPUS:-$(gpus_from 0)}}"
 fi
 train_gpus=${train_gpus:-}
 : "${TRAIN_PROCESSES:=$(tr , '\n' <<< "$train_gpus" | wc -l)}" # one a GPU, one on the CPU

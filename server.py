@@ -26,6 +26,7 @@ import torch
 from http1 import error_message
 
 REUSE_S = 2.0  # a server closes a connection that is idle for 5 s, just when a call is sent
+REST_S = 60.0  # that a server is not asked for after it has failed, while others serve
 HEALTH_S = 2.0  # for an answer of a server that is alive
 LAST_CALL_S = 10.0  # for cleaning up after an error: the server may well be dead
 WORKER_EXTENSION = "sync.WorkerExtension"
@@ -316,6 +317,7 @@ class Fleet:
         self.timeout_s = timeout_s
         self.infos: dict[VllmServer, ServerInfo] = {}  # after check()
         self.failures: dict[VllmServer, Exception] = {}
+        self.failed_at: dict[VllmServer, float] = {}
 
     @property
     def serving(self) -> list[VllmServer]:
@@ -340,10 +342,16 @@ class Fleet:
             if error is None:
                 results[server] = result
             else:
-                self.failures[server] = error
+                self.failures[server], self.failed_at[server] = error, time.monotonic()
         if not results:
             raise self.failures[servers[0]]
         return results
+
+    def rests(self, server: VllmServer) -> bool:
+        """Whether it failed a moment ago and others serve."""
+        if server not in self.failures or not self.serving:
+            return False
+        return time.monotonic() - self.failed_at[server] < REST_S
 
     def readmit(self) -> None:
         """Before a sync: those left out of the last one take part again if they answer."""
@@ -352,7 +360,7 @@ class Fleet:
             try:
                 server.call("GET", "/health", timeout_s=HEALTH_S)
             except ServerError:
-                self.failures[server] = error
+                self.failures[server], self.failed_at[server] = error, time.monotonic()
         if not self.serving:  # so that this sync says what is wrong
             self.failures = {}
 

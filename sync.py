@@ -62,6 +62,7 @@ def sync_weights(fleet: Fleet, sender: Sender, version: int) -> dict[str, float]
 
     if first:
         fleet.readmit()
+    out = set(fleet.failures)  # they have no part in this sync, nor in its failure
     try:
         together(lambda: sender.stage(version), seconds, "transfer")
         if sender.pauses:
@@ -73,13 +74,17 @@ def sync_weights(fleet: Fleet, sender: Sender, version: int) -> dict[str, float]
     except BaseException as error:
         # No collective here: ranks may have come from different places. A pause that was not
         # acknowledged may yet have paused the server, so resume in any case.
-        fleet.failures = {server: error for server in fleet.servers}
+        fleet.failures |= {server: error for server in fleet.serving}
         raise
     finally:
-        sender.release(failed=list(fleet.failures))
-        for server, error in fleet.failures.items() if first and sender.pauses else ():
+        failed = {server: e for server, e in fleet.failures.items() if server not in out}
+        sender.release(failed=list(failed))
+        for server, error in failed.items() if first else ():
+            if fleet.serving:
+                print(f"weight sync {version} without {server.url}: {error}", flush=True)
             try:
-                server.resume(timeout_s=LAST_CALL_S)
+                if sender.pauses:
+                    server.resume(timeout_s=LAST_CALL_S)
             except ServerError as again:
                 error.add_note(f"the server could not be resumed either: {again}")
     total = {"perf/weight_sync_s": time.perf_counter() - start}
@@ -98,7 +103,8 @@ def sync_through_restart(fleet: Fleet, sender: Sender, version: int) -> dict[str
 
 
 def behind(fleet: Fleet, sender: Sender, version: int) -> bool:
-    """Does a server that answers lack this version? It was restarted, or has come back. Rank 0."""
+    """Does a server that answers lack this version? It was restarted, or has come back. One that a
+    sync has left out is asked again a while later: a sync pauses the others. Rank 0."""
 
     def lacks(server):
         try:
@@ -106,7 +112,7 @@ def behind(fleet: Fleet, sender: Sender, version: int) -> bool:
         except ServerError:
             return False
 
-    return any(lacks(server) for server in fleet.servers)
+    return any(lacks(server) for server in fleet.servers if not fleet.rests(server))
 
 
 def is_first() -> bool:

@@ -3,7 +3,7 @@
     forward_backward()    rows -> gradients, reduced once a step, and metrics on the device
     clip_gradients()      global norm, over all ranks
     LossScale             float16: which steps count, and the factor on the loss
-    gather_metrics()      the step's only wait for the device: one transfer, one all-gather
+    gather_metrics()      the step's only wait for the device: two transfers, one all-gather
     make_optimizer()      AdamW on the sharded masters, and its schedule
 
 Gradients are summed over rows and ranks: each loss comes divided by the counts of all of them
@@ -56,7 +56,9 @@ class LossScale:
 
     def __init__(self, compute_dtype, state=None):
         self.active = compute_dtype == torch.float16
-        self.value, self.good = state or (self.START if self.active else 1.0, 0)
+        self.value, self.good = (self.START, 0) if self.active else (1.0, 0)
+        if self.active and state:
+            self.value, self.good = state
 
     def admits(self, grad_norm):
         """Whether the optimizer may step. The norm is the same on all ranks, so the answer is."""
@@ -76,7 +78,7 @@ class LossScale:
         return True
 
     def state(self):
-        return {"loss_scale": [self.value, self.good]}
+        return {"loss_scale": [self.value, self.good]} if self.active else {}
 
 
 def forward_backward(policy, config, share, rows, trees, clock, loss_scale=1.0):
@@ -173,7 +175,7 @@ def row_metrics(config, row, log_probs, entropy, row_loss, n_samples):
 
 def gather_metrics(rows, grad_norm):
     """The step's loss metrics over rows and ranks, as records; the gradient's norm and the model
-    FLOPs of all rows, as floats. One transfer, one all-gather."""
+    FLOPs of all rows, as floats. One transfer beside the norm's, one all-gather."""
     merged = loss.merge_metrics(rows)
     sizes, shapes = zip(*((value.numel(), value.shape) for value in merged.values()))
     flat = torch.cat([value.float().reshape(-1) for value in merged.values()]).cpu()

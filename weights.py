@@ -81,10 +81,10 @@ class Part(NamedTuple):
 class Weights:
     """The parameters that go to the server, with the names of the Hugging Face checkpoint.
 
-    `prefix` is what the trainer's module tree puts before transformers' names. With `tied`, the
-    head is the embedding and is not sent. What transformers stacks and a checkpoint does not (a
-    layer's experts) goes by the checkpoint's names, which the server expects. A LoRA adapter is
-    added to its base weights on their way, so the model itself is never changed.
+    With `tied`, the head is the embedding and is not sent. What transformers stacks and a
+    checkpoint does not (a layer's experts) goes by the checkpoint's names, which the server
+    expects. A LoRA adapter is added to its base weights on their way, so the model itself is never
+    changed.
 
     Make it before the first forward: FSDP leaves gathered copies in the place of the root's
     parameters, and those here are the parameters that the optimizer steps.
@@ -92,7 +92,6 @@ class Weights:
 
     model: torch.nn.Module
     dtype: torch.dtype  # the server's
-    prefix: str = ""
     tied: bool = False
 
     def __post_init__(self):
@@ -104,7 +103,7 @@ class Weights:
         that has one everything goes, since the server fuses q, k, v and cannot load a part."""
         adapters = low_rank_parts(self.model)
         named = [
-            (checkpoint_name(name, self.prefix), parameter, adapters.get(name))
+            (checkpoint_name(name), parameter, adapters.get(name))
             for name, parameter in self.model.named_parameters()
         ]
         trained = {layer_of(name) for name, parameter, _ in named if parameter.requires_grad}
@@ -263,10 +262,10 @@ def gather(wanted: Sequence[tuple[torch.Tensor, torch.dtype]]) -> list[torch.Ten
     return found
 
 
-def checkpoint_name(name: str, prefix: str = "") -> str:
+def checkpoint_name(name: str) -> str:
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
-    return name.removeprefix(prefix)
+    return name
 
 
 def layer_of(name: str) -> str:

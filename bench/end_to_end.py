@@ -15,8 +15,8 @@ learning rate, AdamW, requests in flight and number of steps:
     surrogate    ours with --score_centering false, which is TRL's loss
     centered     ours as it is
 
-A number after a slash is --max_staleness, by default 4. With --rehearse each trainer runs for two
-steps before anything is measured, so that what it compiles is on disk, as from the second run on.
+A number after a slash is --max_staleness of ours, by default 4. With --rehearse each trainer runs
+for two steps before anything is measured, so that what it compiles is on disk.
 
 This file is the task of all three: its reward function notes when it scored what, so that rewards
 and generated tokens are counted in the same way. `seconds` run from the start of the trainer's
@@ -56,6 +56,7 @@ COMMON = dict(  # options of the same name and meaning on both sides
     max_staleness=4,
 )
 IN_FLIGHT = 512
+OURS = {"surrogate": "false", "centered": "true"}  # --score_centering
 REHEARSAL = 1000  # its seed
 RATIO = "sampling/importance_sampling_ratio"
 
@@ -153,7 +154,7 @@ def run(side, url, args, seed, steps):
             max_steps=steps,
             max_staleness=staleness or COMMON["max_staleness"],
             seed=seed,
-            score_centering="false" if name == "surrogate" else "true",
+            score_centering=OURS[name],
             save_strategy="no",
             max_concurrent_rollouts=IN_FLIGHT,
         )
@@ -281,11 +282,15 @@ def show(results):
 
 def picture(folder, path):
     """The curves of all trainers below `folder`, over minutes since the start of each."""
-    runs = [
-        (file.parent, [{"minutes": t / 60, "reward": r} for t, r in json.loads(file.read_text())])
-        for file in sorted(Path(folder).glob("*-seed*/curve.json"))
-        if not file.parent.name.endswith(f"-seed{REHEARSAL}")
-    ]
+    runs = []
+    for file in sorted(Path(folder).glob("*-seed*/curve.json")):
+        points = json.loads(file.read_text())
+        windows = [
+            {"step": i, "time": t, "minutes": t / 60, "reward": r}
+            for i, (t, r) in enumerate(points)
+        ]
+        if windows and not file.parent.name.endswith(f"-seed{REHEARSAL}"):
+            runs.append((file.parent, windows))
     return plot.draw(plot.by_setup(runs), path, reward_only=True, x="minutes")
 
 
@@ -308,6 +313,8 @@ def main():
 
     args.folder = args.folder or tempfile.mkdtemp(prefix="end-to-end-")
     results = {name: [] for name in args.sides.split(",")}
+    if unknown := [s for s in results if s != "trl" and s.split("/")[0] not in OURS]:
+        parser.error(f"--sides {','.join(unknown)}: there are trl, {', '.join(OURS)}")
     log = str(Path(args.folder, "server.log"))
     Path(args.folder).mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:

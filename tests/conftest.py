@@ -198,6 +198,13 @@ def one_rank(tmp_path_factory):
     dist.destroy_process_group()
 
 
+def load_policy(config, folder, device):
+    """The policy of a folder on a device, not sharded."""
+    import model
+
+    return model.configured_policy(config, model.load_model(config, folder).to(device))
+
+
 def whole(tensor):
     """A tensor, gathered from its shards if several ranks hold them."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -109,6 +109,14 @@ def test_a_version_is_written_whole_and_loaded_without_a_pause(liar, tiny_folder
     assert liar.names == ["tiny"] and not (tmp_path / ".vllm_lora").exists()
 
 
+def test_a_server_that_is_gone_at_the_end_is_no_error(liar, tiny_folder, tmp_path):
+    _, sender = adapter_sender(liar, make_peft(tiny_folder), tmp_path)
+    sync.sync_weights(sender.fleet, sender, 0)
+    liar.lies = {"/v1/models": "500"}
+    sender.close()
+    assert not (tmp_path / ".vllm_lora").exists()
+
+
 def test_at_most_max_staleness_and_two_versions_are_registered(liar, tiny_folder, tmp_path):
     fleet, sender = adapter_sender(liar, make_peft(tiny_folder), tmp_path, max_staleness=2)
     most = 0

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import whole
+from conftest import load_policy, whole
 from test_dump import record
 from test_trainer import BUDGET, CONFIG, make_samples
 
@@ -39,7 +39,7 @@ WHERE = {"num_tokens": 0, "next_prompt": 0, "used": []}
 
 def make_training(folder, config, device=CPU):
     torch.set_num_threads(1)
-    policy = model.load_policy(config, folder, device)
+    policy = load_policy(config, folder, device)
     offload = {"cpu_offload": config.cpu_offload}
     model.shard(policy, device, torch.float32, compile_layers=False, **offload)
     return policy, *update.make_optimizer(policy, config)

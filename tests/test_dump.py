@@ -240,6 +240,7 @@ def test_replay_takes_the_options_of_the_run_and_needs_its_dump(tmp_path):
         config.configure(["--replay", str(tmp_path)])
     run = dataclasses.asdict(dataclasses.replace(config.Config(), learning_rate=0.5, loss="cispo"))
     run |= {"digits": 2, "output_dir": "x", "dump_rollouts": True, "max_steps": 7}
+    run |= {"resume_from_checkpoint": "True", "push_to_hub": True, "replicas": 2}
     (tmp_path / "config.json").write_text(json.dumps(run))
     record(tmp_path, make_samples(n_groups=1), 1, gradient_accumulation_steps=1)
     latest = tmp_path / "latest"
@@ -248,7 +249,8 @@ def test_replay_takes_the_options_of_the_run_and_needs_its_dump(tmp_path):
     assert options.replay == str(tmp_path)  # the link will point to the new run
     assert options.learning_rate == 0.5 and options.loss == "dr_grpo" and options.max_steps == 7
     assert task.options.digits == 2
-    assert options.output_dir is None and not options.dump_rollouts
+    assert options.output_dir is None and not options.dump_rollouts and options.replicas == 1
+    assert not options.push_to_hub and options.resume_from_checkpoint is None
     with pytest.raises(ValueError, match="--eval_env.*replay"):
         config.configure(["--replay", str(tmp_path), "--eval_env", "arithmetic"])
 

@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from test_rollout import Run, first_number, prompts, server  # noqa: F401
@@ -114,6 +115,17 @@ def test_a_sync_waits_for_the_evaluation_and_says_how_long():
     assert it.drain() == []  # a sync that did not wait says nothing
     it.start_if_due(5, 5)  # step 4 was missed
     assert it.worker.events == [2, "start", 5, "start"]
+
+
+def test_a_resumed_run_evaluates_at_the_steps_of_one_that_never_stopped(monkeypatch, tmp_path):
+    worker = FakeWorker()
+    worker.start = lambda: None
+    monkeypatch.setattr(evaluate, "RolloutWorker", lambda *options, **more: worker)
+    config = dataclasses.replace(Config(), eval_steps=50)
+    it = evaluate.Evaluation(config, SimpleNamespace(rows=[{}] * 3), tmp_path, 140)
+    for step in range(141, 152):
+        it.start_if_due(step, step)
+    assert it.step == 150 and worker.events == [150, "start"]
 
 
 def test_of_two_evaluations_in_one_window_the_newer_is_shown():

@@ -6,6 +6,7 @@ import types
 import huggingface_hub
 import pytest
 import torch
+from conftest import load_policy
 from test_trainer import CONFIG
 
 import model
@@ -42,7 +43,7 @@ def test_the_model_is_uploaded_at_saves_and_at_the_end(
     api, tiny_folder, one_rank, tmp_path, capsys
 ):
     cpu = torch.device("cpu")
-    policy = model.load_policy(PUSH, tiny_folder, cpu)
+    policy = load_policy(PUSH, tiny_folder, cpu)
     tokenizer = model.load_tokenizer(PUSH, tiny_folder)
     model.shard(policy, cpu, torch.float32, compile_layers=False)
     hub = Hub(PUSH, tmp_path / "sums")

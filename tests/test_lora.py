@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 import transformers as tf
+from conftest import load_policy
 from test_models import CPU, FAMILIES, make_folder, train_step
 from test_trainer import CONFIG, make_samples
 
@@ -66,7 +67,7 @@ def test_the_saved_adapter_on_its_base_is_the_policy(one_rank, tmp_path):
 
 def test_a_checkpoint_holds_the_adapter_only_and_restores_it(one_rank, tmp_path):
     folder = make_folder(FAMILIES["qwen3"](), tmp_path / "base")
-    policy = model.load_policy(LORA, folder, CPU)
+    policy = load_policy(LORA, folder, CPU)
     model.shard(policy, CPU, torch.float32, compile_layers=False)
     optimizer, scheduler = update.make_optimizer(policy, LORA)
     saves = checkpoint.Checkpoints(tmp_path, policy, optimizer, LORA)
@@ -79,7 +80,7 @@ def test_a_checkpoint_holds_the_adapter_only_and_restores_it(one_rank, tmp_path)
     reader = checkpoint.dcp.FileSystemReader(tmp_path / "checkpoint-1")
     saved = [n for n in reader.read_metadata().state_dict_metadata if n.startswith("parameters.")]
     assert len(saved) == 3 * 2 * 7 and all(".lora_" in name for name in saved)
-    fresh = model.load_policy(LORA, folder, CPU)
+    fresh = load_policy(LORA, folder, CPU)
     model.shard(fresh, CPU, torch.float32, compile_layers=False)
     optimizer, scheduler = update.make_optimizer(fresh, LORA)
     checkpoint.restore(tmp_path / "checkpoint-1", fresh, optimizer, scheduler, 1)
@@ -106,7 +107,7 @@ def test_a_checkpoint_holds_the_adapter_only_and_restores_it(one_rank, tmp_path)
 def test_refusals_name_the_value(options, words, one_rank, tmp_path):
     folder = make_folder(FAMILIES["qwen3_vl"](), tmp_path)
     with pytest.raises(ValueError, match=words):
-        model.load_policy(dataclasses.replace(LORA, **options), folder, CPU)
+        load_policy(dataclasses.replace(LORA, **options), folder, CPU)
 
 
 def test_options_become_a_peft_config():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import load_policy
 from torch import nn
 from torch.nn import functional as F
 
@@ -87,7 +88,7 @@ def test_what_has_the_dtype_already_is_not_copied():
 
 def test_a_forward_in_the_masters_dtype_is_refused(tiny_folder, one_rank):
     def forward(rank):
-        policy = model.load_policy(Config(), tiny_folder, torch.device("cpu"))
+        policy = load_policy(Config(), tiny_folder, torch.device("cpu"))
         model.shard(policy, torch.device("cpu"), torch.bfloat16, compile_layers=False)
         with pytest.raises(RuntimeError, match=r"policy.computing\(\)"):
             policy(None, None, 1.0)

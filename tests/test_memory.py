@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import load_policy
 from test_models import CPU, FAMILIES, make_folder
 from test_trainer import CONFIG, make_samples
 
 import attention
 import memory
-import model
 import packing
 
 
@@ -35,7 +35,7 @@ def kept_bytes(policy, row):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_the_estimate_covers_what_layers_keep(family, mode, one_rank, tmp_path):
     folder = make_folder(FAMILIES[family](), tmp_path)
-    policy = model.load_policy(CONFIG, folder, CPU)
+    policy = load_policy(CONFIG, folder, CPU)
     samples = make_samples(n_groups=40, group_size=4)
     row = packing.pack_row(samples, 4096).to(CPU)
     sizes = memory.estimate(
@@ -56,7 +56,7 @@ def test_the_estimate_covers_what_layers_keep(family, mode, one_rank, tmp_path):
 
 def test_states_and_layers_by_hand(one_rank, tmp_path):
     folder = make_folder(FAMILIES["llama"](), tmp_path)
-    policy = model.load_policy(CONFIG, folder, CPU)
+    policy = load_policy(CONFIG, folder, CPU)
     options = dict(row_tokens=0, compute_dtype=torch.bfloat16, compiled=True)
     layer = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 48 + 2 * 32
     root = 2 * 259 * 32 + 32
@@ -81,7 +81,7 @@ def test_the_choice_is_the_least_recomputation_that_fits(one_rank, tmp_path, mon
     deep = FAMILIES["llama"]()
     deep.num_hidden_layers = 8
     folder = make_folder(deep, tmp_path)
-    policy = model.load_policy(CONFIG, folder, CPU)
+    policy = load_policy(CONFIG, folder, CPU)
     auto = dataclasses.replace(CONFIG, gradient_checkpointing="auto", gradient_accumulation_steps=2)
     monkeypatch.setattr(memory.dist, "get_world_size", lambda: 2)
     sizes = memory.estimate(

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 import transformers as tf
-from conftest import make_tokenizer
+from conftest import load_policy, make_tokenizer
 from test_trainer import BUDGET, CONFIG, make_samples
 
 import attention
@@ -103,7 +103,7 @@ def make_folder(config, folder):
 
 def train_step(folder, config, rows_of_samples):
     """{name: gradient} and metrics of one step over these rows, its loss divided by all terms."""
-    policy = model.load_policy(config, folder, CPU)
+    policy = load_policy(config, folder, CPU)
     memory.apply(policy, config.checkpointing)
     model.shard(policy, CPU, torch.float32, compile_layers=False)
     optimizer, _ = update.make_optimizer(policy, config)
@@ -175,7 +175,7 @@ def test_the_auxiliary_loss_is_added_to_the_loss_and_logged(one_rank, tmp_path):
     assert metrics["loss"] == pytest.approx(without["loss"] + 0.5 * metrics["aux_loss"], rel=1e-5)
     router = "model.layers.0.mlp.gate.weight"
     assert not torch.allclose(balanced[router], plain[router])
-    default = model.load_policy(CONFIG, folder, CPU)
+    default = load_policy(CONFIG, folder, CPU)
     assert default.router_aux_loss_coef == policy.model.config.router_aux_loss_coef > 0
 
 
@@ -201,7 +201,7 @@ def test_a_dense_model_has_no_auxiliary_loss(tiny_folder):
 def test_flops_of_a_row_by_hand(one_rank, tmp_path):
     # 3 layers of 32 x (32 + 16 + 16 + 32) + 3 x 32 x 48 weights, a head of 259 x 32
     folder = make_folder(FAMILIES["mistral"](), tmp_path / "mistral")
-    policy = model.load_policy(CONFIG, folder, CPU)
+    policy = load_policy(CONFIG, folder, CPU)
     row = packing.pack_row(make_samples(n_groups=1, group_size=1), BUDGET)
     n, m = row.n_tokens, len(row.term_targets)
     pairs = sum(min(position + 1, 4) for position in range(n))  # a window of 4
@@ -209,7 +209,7 @@ def test_flops_of_a_row_by_hand(one_rank, tmp_path):
     assert model.row_flops(policy, row) == expected
     # experts: 2 of 4 are used; gate 32 x 4, qk-norms are vectors
     folder = make_folder(FAMILIES["qwen3_moe"](), tmp_path / "moe")
-    policy = model.load_policy(CONFIG, folder, CPU)
+    policy = load_policy(CONFIG, folder, CPU)
     layer = 32 * 96 + 2 * 3 * 32 * 24 + 32 * 4
     expected = 6 * 3 * layer * n + 6 * 259 * 32 * m + 3 * 12 * 32 * n * (n + 1) // 2
     assert model.row_flops(policy, row) == expected

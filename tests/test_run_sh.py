@@ -76,6 +76,9 @@ THEIRS = ["--vllm_server_base_url", "http://127.0.0.1:9", "--env=countdown"]
         # NCCL, because rank 0 is on 3
         (4, [], {"TRAIN_GPUS": "3,0", "VLLM_GPUS": "0,1 2"}, ["0,1", "2"], "3,0", 2, True),
         (4, THEIRS, {}, [], "0,1,2,3", 4, False),
+        (8, [], {"CUDA_VISIBLE_DEVICES": "4,5"}, ["4"], "5", 1, True),
+        (8, [], {"CUDA_VISIBLE_DEVICES": "6"}, ["a part of 6"], "6", 1, True),
+        (8, THEIRS, {"CUDA_VISIBLE_DEVICES": "4,5"}, [], "4,5", 2, False),
     ],
 )
 def test_who_gets_which_gpus(

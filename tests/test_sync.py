@@ -406,11 +406,10 @@ def test_another_compute_dtype_is_a_warning(liar):
 def test_names_are_the_checkpoints_under_any_wrapper():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    policy = nn.Module()
-    policy.inner = Tree()
-    layers = policy.inner.model.layers
+    policy = Tree()
+    layers = policy.model.layers
     layers[0], layers[1] = checkpoint_wrapper(layers[0]), checkpoint_wrapper(layers[1])
-    sent = sync.Weights(policy, torch.float32, prefix="inner.")
+    sent = sync.Weights(policy, torch.float32)
     assert [name for name, _ in sent] == [name for name, _ in Tree().named_parameters()]
     assert [entry.name for entry in sent.metadata()] == [name for name, _ in sent]
     compiled = "model.layers.0._orig_mod._checkpoint_wrapped_module.mlp.up_proj.weight"
@@ -825,21 +824,39 @@ def test_all_servers_get_the_weights_at_once(two_liars):
 
 
 @pytest.mark.parametrize("path", SYNC_CALLS)
-def test_a_server_that_fails_is_left_out_and_taken_in_again_by_the_next_sync(two_liars, path):
+def test_a_server_that_fails_is_left_out_and_taken_in_again_by_the_next_sync(
+    two_liars, path, capsys
+):
     good, bad = two_liars
     fleet, sender = fleet_sender(two_liars)
     bad.lies = {path: "500"}
     sync.sync_weights(fleet, sender, 1)
+    assert f"weight sync 1 without {bad.url}: " in capsys.readouterr().out
     assert [server.url for server in fleet.serving] == [good.url]
     assert "answered 500" in str(fleet.failures[fleet.servers[1]])
     assert good.version == "1" and not good.paused and not shared_files()
     bad.lies = {"/health": "500"}  # still down: it costs the next sync one question
     sync.sync_weights(fleet, sender, 2)
-    assert good.version == "2" and bad.calls[-1] == "/resume"
+    assert good.version == "2" and bad.calls[-2:] == ["/resume", "/health"]
     bad.lies = {}
     sync.sync_weights(fleet, sender, 3)
     assert fleet.serving == fleet.servers and good.version == bad.version == "3"
     assert not bad.paused
+
+
+def test_a_server_that_answers_and_cannot_load_does_not_make_the_others_pause(
+    two_liars, monkeypatch
+):
+    good, bad = two_liars
+    fleet, sender = fleet_sender(two_liars)
+    bad.lies = {"/collective_rpc": "500"}
+    sync.sync_weights(fleet, sender, 1)
+    assert bad.version == "0" and not sync.behind(fleet, sender, 1)
+    monkeypatch.setattr("server.REST_S", 0.0)  # a minute later
+    assert sync.behind(fleet, sender, 1)
+    good.version = "0"  # one that serves was restarted
+    monkeypatch.undo()
+    assert sync.behind(fleet, sender, 1)
 
 
 def test_when_no_server_is_left_the_sync_fails_with_what_the_first_said(two_liars):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 import types
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from conftest import whole
+from conftest import load_policy, whole
 
 import attention
 import chat
@@ -90,7 +91,7 @@ def gradients(
     """{name: whole gradient} after forward and backward of this rank's rows."""
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
-    policy = model.load_policy(config, folder, cpu)
+    policy = load_policy(config, folder, cpu)
     policy.reduce_each = reduce_each
     model.shard(policy, cpu, compute_dtype, compile_layers=False, replicas=replicas)
     rows = [packing.pack_row(samples, BUDGET).to("cpu") for samples in share.rows]
@@ -242,7 +243,7 @@ def sampled_at(folder, temperature):
 
 
 def metrics_of(rank, folder, config, samples):
-    policy = model.load_policy(config, folder, torch.device("cpu"))
+    policy = load_policy(config, folder, torch.device("cpu"))
     model.shard(policy, torch.device("cpu"), torch.float32, compile_layers=False)
     row = packing.pack_row(samples, BUDGET).to("cpu")
     tree = attention.TreeMask(row).prepare(policy.model.config)
@@ -303,7 +304,8 @@ def test_float16_overflow_leaves_a_step_out_and_halves_the_scale(monkeypatch):
     with pytest.raises(FloatingPointError, match="--bf16"):
         while True:
             scale.admits(float("inf"))
-    plain = update.LossScale(torch.bfloat16)
+    plain = update.LossScale(torch.bfloat16, [2.0**15, 1])  # of a checkpoint in float16
+    assert plain.state() == {}  # so that a resumed run in float16 starts at 2^16
     assert plain.value == 1.0 and plain.admits(float("inf"))  # check_norm ends such a run
 
 
@@ -315,24 +317,32 @@ def test_a_float16_gradient_is_the_float32_one_but_for_rounding(tiny_folder, one
     assert_close({n: g / 2.0**10 for n, g in scaled.items()}, exact, 1e-2)
 
 
-@pytest.mark.parametrize("centered", [True, False])
-def test_warming_up_forwards_the_longest_row_and_leaves_nothing(tiny_folder, one_rank, centered):
-    config = dataclasses.replace(CONFIG, score_centering=centered)
+@pytest.mark.parametrize("centered, top_k", [(True, 0), (False, 0), (True, 5)])
+def test_warming_up_forwards_the_longest_row_and_leaves_nothing(
+    tiny_folder, one_rank, centered, top_k
+):
+    config = dataclasses.replace(CONFIG, score_centering=centered, top_k=top_k)
 
     def warm_up(rank):
-        policy, seen = model.load_policy(config, tiny_folder, torch.device("cpu")), []
+        policy, seen = load_policy(config, tiny_folder, torch.device("cpu")), []
         model.shard(policy, torch.device("cpu"), torch.bfloat16, compile_layers=False)
         before = {name: value.clone() for name, value in policy.state_dict().items()}
         policy.register_forward_hook(lambda _, inputs, found: seen.append((inputs[0], found[0])))
         grpo.warm_up(policy, config, BUDGET, torch.device("cpu"))
         ((row, log_probs),) = seen
-        assert len(row.input_ids) == BUDGET
+        assert len(row.input_ids) == BUDGET and (row.set_ids is None) == (top_k == 0)
         # 3 candidates of the sampler beside each token, where the loss wants them
         assert log_probs.shape == (BUDGET - 1, 4 if centered else 1) and log_probs.requires_grad
         assert all(parameter.grad is None for parameter in policy.parameters())
         assert all(torch.equal(value, before[n]) for n, value in policy.state_dict().items())
 
     one_rank(warm_up)
+
+
+def test_replicas_that_do_not_divide_the_ranks_are_refused_before_anything_is_estimated(one_rank):
+    config = dataclasses.replace(CONFIG, replicas=2)
+    with pytest.raises(ValueError, match="--replicas 2 does not divide the 1"):
+        one_rank(lambda rank: grpo.sharded_policy(config, None, torch.device("cpu"), 64, False))
 
 
 def test_a_result_and_an_error_come_back_from_the_background():
@@ -367,7 +377,7 @@ def test_the_saved_folder_is_the_policy(tiny_folder, two_ranks, tmp_path):
 
 
 def _save(rank, folder, target):
-    policy = model.load_policy(CONFIG, folder, torch.device("cpu"))
+    policy = load_policy(CONFIG, folder, torch.device("cpu"))
     tokenizer = model.load_tokenizer(CONFIG, folder)
     model.shard(policy, torch.device("cpu"), torch.float32, compile_layers=False)
     with torch.no_grad():
@@ -380,7 +390,7 @@ def _save(rank, folder, target):
 
 def test_a_wrong_model_path_is_one_line():
     with pytest.raises(ValueError, match="no/such/folder.*smollm2-135m") as error:
-        model.load_policy(CONFIG, "no/such/folder", torch.device("cpu"))
+        load_policy(CONFIG, "no/such/folder", torch.device("cpu"))
     assert "\n" not in str(error.value)
 
 
@@ -428,7 +438,6 @@ def test_the_head_does_to_the_logits_what_the_model_does(model_type, options):
 
 
 def test_a_long_wait_says_what_became_of_the_groups(monkeypatch, capsys):
-    monkeypatch.setattr(feed, "TELL_S", 0.0)
     waits = [TimeoutError, None]  # one second without a plan, then the end of the prompts
 
     def next_plan(self, timeout):
@@ -436,13 +445,17 @@ def test_a_long_wait_says_what_became_of_the_groups(monkeypatch, capsys):
             raise found
 
     waiting = feed.Feed.__new__(feed.Feed)
+    waiting.waits_since = time.monotonic() - 100
     waiting.pulled_tokens = waiting.released_tokens = 0
     worker = {"n_dropped": 7, "queue_size": 0, "check": lambda s: 0, "release": lambda s, n: 0}
     waiting.worker = type("Worker", (), worker)()
     waiting.planner = type("Planner", (), {"next": next_plan})()
-    assert waiting._wait(must_sync=lambda: False) is None
-    first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("waiting for samples for 0 s; meanwhile 7 groups taught nothing")
+    with monkeypatch.context() as patch:
+        patch.setattr(feed, "TELL_S", 0.0)  # all ranks hear of it, whose collectives have a limit
+        assert waiting._wait(must_sync=lambda: False) is feed.STILL_WAITING
+    said = capsys.readouterr().out
+    assert said.startswith("waiting for samples for 100 s; meanwhile 7 groups taught nothing")
+    assert waiting._wait(must_sync=lambda: False) is None and waiting.waits_since is None
     assert feed.waiting(61.2, 0) == "waiting for samples for 61 s"
 
 
@@ -465,6 +478,7 @@ def test_the_time_in_the_queue_ends_where_the_step_begins(monkeypatch):
     }
     fed = feed.Feed.__new__(feed.Feed)
     fed.config, fed.budget, fed.pad, fed.evaluation = CONFIG, BUDGET, None, None
+    fed.waits_since = None
     fed.pulled_tokens, fed.released_tokens, fed.n_tokens = 40, 10, 0
     fed.next_prompt, fed.used, fed.n_prompts = 0, set(), 1
     fed.worker = type("Worker", (), worker)()
