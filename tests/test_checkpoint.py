@@ -1,6 +1,7 @@
 """Checkpoints: a resumed run is the run that never stopped, whatever happened to it."""
 
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
@@ -56,8 +57,9 @@ def curve(rank, folder, config, run, *, resume=None, stop=50, device=CPU):
         checkpoint.restore(resume, policy, optimizer, scheduler, state["step"])
         saves.resume(state)
     pad = packing.bucket if device.type == "cuda" else None  # or each length is compiled
-    replay = Replay(config, None, state)
-    for step in range(state["step"] + 1 if state else 1, stop + 1):
+    replay, done = Replay(config, None), state["step"] if state else 0
+    replay.files = itertools.islice(replay.files, done, None)  # the samples that come next
+    for step in range(done + 1, stop + 1):
         share = replay.next()
         rows = [packing.pack_row(samples, BUDGET, pad).to(device) for samples in share.rows]
         trees = [attention.TreeMask(row).prepare(policy.model.config) for row in rows]

@@ -336,7 +336,7 @@ def test_run_sh_trains_a_hybrid_whose_weights_arrive_draws_and_leaves_nothing(tm
     checks = [window["sampling/sync_check_max"] for window in windows(tmp_path)]
     assert len(checks) == 3 and max(checks) < 0.6
     rewards = r"[01]\.\d+, [01]\.\d+"
-    assert re.search(f"mean reward of the first 1 and of the last 1 steps: {rewards}", output)
+    assert re.search(f"first 1 and of the last 1 logged steps: {rewards}", output)
     assert re.search(r"run\.sh: \d+\.\d minutes in all, exit code 0", output)
     assert (tmp_path / "run/final/config.json").exists() and (tmp_path / "run/plot.png").exists()
     assert group_is_gone(process) and ours(folder) == []
