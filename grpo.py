@@ -510,7 +510,8 @@ def say_result(run, compiled):
     rewards = [w["reward"] for w in windows if math.isfinite(w.get("reward", math.nan))]
     if n := min(5, len(rewards) // 2):
         begin, end = (sum(part) / n for part in (rewards[:n], rewards[-n:]))
-        say(f"mean reward of the first {n} and of the last {n} logged steps: {begin:.3f}, {end:.3f}")
+        which = f"the first {n} and of the last {n} logged steps"
+        say(f"mean reward of {which}: {begin:.3f}, {end:.3f}")
 
 
 def in_background(function):
