@@ -17,7 +17,6 @@ Test: pytest tests/test_deltanet.py.  Speed: python bench/hybrid.py (GPU)
 """
 
 import functools
-import importlib.util
 import inspect
 from collections import Counter
 
@@ -138,19 +137,11 @@ def _to_device(array, device):
 
 
 def install(model):
-    """Make every gated DeltaNet layer of a transformers model mix over trees. -> how many.
-
-    Raises ImportError without flash-linear-attention where the model is on CUDA.
-    """
+    """Make every gated DeltaNet layer of a transformers model mix over trees. -> how many."""
     layers = [m for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet")]
     for layer in layers:
         if layer.activation != "silu" or layer.conv1d.bias is not None:
             raise ValueError(f"{type(layer).__name__} has another convolution than Qwen3.5's")
-        if layer.A_log.is_cuda and importlib.util.find_spec("fla") is None:
-            raise ImportError(
-                "gated DeltaNet layers on CUDA need flash-linear-attention: "
-                "pip install flash-linear-attention==0.6.0"
-            )
         layer.forward = functools.partial(forward, layer)
     return len(layers)
 

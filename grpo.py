@@ -364,14 +364,14 @@ def start_distributed(config):
 
 
 def sharded_policy(config, loaded, device, longest, compiled):
-    """The policy of a loaded model in shards on `device`, recomputing what it must for rows of at
-    most `longest` tokens."""
+    """The policy of a loaded model, sharded over the ranks' devices, recomputing what it must for
+    rows of at most `longest` tokens."""
     if dist.get_world_size() % config.replicas:
         raise ValueError(
             f"--replicas {config.replicas} does not divide the {dist.get_world_size()} training "
             "processes"
         )
-    policy = model.configured_policy(config, loaded.to(device))
+    policy = model.configured_policy(config, loaded)
     mode, policy.reduce_each, why = memory.choose(policy, config, longest, device, compiled)
     memory.apply(policy, mode)
     model.shard(

@@ -19,6 +19,7 @@ Test: pytest tests/test_trainer.py
 
 import contextlib
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -210,6 +211,12 @@ def checkpoint_config(config, model_path):
             "full_attention, sliding_attention, and linear_attention where it is a gated DeltaNet: "
             f"{', '.join(deltanet.MODEL_TYPES)}"
         )
+    on_cuda = is_hybrid(checkpoint) and torch.cuda.is_available()
+    if on_cuda and not importlib.util.find_spec("fla"):
+        raise ValueError(
+            f"model={model_path!r} has gated DeltaNet layers, which on CUDA need "
+            "flash-linear-attention: pip install flash-linear-attention==0.6.0"
+        )
     aux_loss_coefficient(config, text_config)
     return checkpoint
 
@@ -298,7 +305,8 @@ def layers(policy):
 
 
 def shard(policy, device, compute_dtype, compile_layers, *, replicas=1, cpu_offload=False):
-    """Compile layers, and give each rank its part of the weights. In place.
+    """Compile layers, and give each rank its part of the weights, on `device`. In place; a policy
+    that comes on the CPU goes there unit by unit, so no device has to hold it whole.
 
     Masters keep their dtype, compute is in compute_dtype. Gradients are summed over ranks, not
     averaged: the loss is already divided by the tokens of all ranks. With `replicas` each of so
@@ -311,6 +319,7 @@ def shard(policy, device, compute_dtype, compile_layers, *, replicas=1, cpu_offl
     world = torch.distributed.get_world_size()
     float32_masters = all(p.dtype == torch.float32 for p in policy.parameters())
     if world == 1 and float32_masters and not cpu_offload:
+        policy.to(device)
         if compute_dtype != torch.float32:
             policy.copies = ComputeCopies(policy, compute_dtype)
     else:

@@ -1,6 +1,7 @@
 """Gated DeltaNet over trees: packed log-probs and gradients are those of separate forwards."""
 
 import functools
+import importlib.util
 import re
 import sys
 from types import SimpleNamespace
@@ -321,6 +322,18 @@ def test_other_recurrent_layers_are_refused_by_name(tmp_path, name, kinds):
     checkpoint = getattr(transformers, f"{name}Config")(**options)
     checkpoint.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"{checkpoint.model_type} has layers of kind {kinds};.*"):
+        model.checkpoint_config(Config(), tmp_path)
+
+
+def test_a_gpu_without_the_kernels_is_refused_before_a_server_starts(tmp_path, monkeypatch):
+    model.make_tiny_hybrid(tmp_path, tokenizer=make_tokenizer())
+    assert model.checkpoint_config(Config(), tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: name != "fla" and find_spec(name, *more)
+    )
+    with pytest.raises(ValueError, match="pip install flash-linear-attention"):
         model.checkpoint_config(Config(), tmp_path)
 
 
