@@ -102,15 +102,18 @@ class AdapterSender:
         self.parameters = [  # before the first forward, as in weights.Weights
             (name, parameter) for name, parameter in model.named_parameters() if ".lora_" in name
         ]
-        if first:  # names and files of an earlier run would be taken for ours
-            shutil.rmtree(self.folder, ignore_errors=True)
-            for server in fleet.servers:
-                self._clear(server)
+        if first:
+            self._clear()
 
-    def _clear(self, server):
-        for name in server.model_names():
-            if name.startswith(MODEL_NAME.format(version="")):
-                self._unload(server, name)
+    def _clear(self, *ignored):
+        """Names and files of an earlier run would be taken for ours."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        prefix = MODEL_NAME.format(version="")
+        for server in self.fleet.servers:
+            with contextlib.suppress(*ignored):
+                for name in server.model_names():
+                    if name.startswith(prefix):
+                        self._unload(server, name)
 
     def stage(self, version: int) -> None:
         """Make room, then write the version; the servers go on meanwhile."""
@@ -187,12 +190,8 @@ class AdapterSender:
 
     def close(self) -> None:
         """Forget all versions."""
-        if not self.first:
-            return
-        shutil.rmtree(self.folder, ignore_errors=True)
-        for server in self.fleet.servers:
-            with contextlib.suppress(ServerError):  # one that is gone has forgotten them
-                self._clear(server)
+        if self.first:
+            self._clear(ServerError)  # a server that is gone has forgotten them
 
 
 def peft_name(name: str) -> str:

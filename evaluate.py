@@ -71,7 +71,8 @@ class Evaluation:
         options = asdict(config) | {"dump_rollouts": True, "seed": config.seed + 1}
         self.worker = RolloutWorker(options, task, evaluates=True, **names)
         self.worker.start()
-        self.n_due = first_step // config.eval_steps  # when the last one began
+        # how often eval_steps had passed when the last one began
+        self.n_due = first_step // config.eval_steps
         self.step = self.version = None  # of the weights that are being evaluated; None: none are
         self.held_since = None  # when the sync that waits became due
         self.records = []

@@ -305,8 +305,8 @@ def layers(policy):
 
 
 def shard(policy, device, compute_dtype, compile_layers, *, replicas=1, cpu_offload=False):
-    """Compile layers, and give each rank its part of the weights, on `device`. In place; a policy
-    that comes on the CPU goes there unit by unit, so no device has to hold it whole.
+    """Compile layers, and give each rank its part of the weights, on `device`. In place. To be
+    sharded a policy goes there unit by unit, so that no device has to hold it whole.
 
     Masters keep their dtype, compute is in compute_dtype. Gradients are summed over ranks, not
     averaged: the loss is already divided by the tokens of all ranks. With `replicas` each of so

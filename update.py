@@ -56,9 +56,7 @@ class LossScale:
 
     def __init__(self, compute_dtype, state=None):
         self.active = compute_dtype == torch.float16
-        self.value, self.good = (self.START, 0) if self.active else (1.0, 0)
-        if self.active and state:
-            self.value, self.good = state
+        self.value, self.good = (state or (self.START, 0)) if self.active else (1.0, 0)
 
     def admits(self, grad_norm):
         """Whether the optimizer may step. The norm is the same on all ranks, so the answer is."""

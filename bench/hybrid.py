@@ -323,6 +323,9 @@ def main():
     args.dtype = torch.float32 if args.tiny else torch.bfloat16
     args.repeats = 1 if args.tiny else 5
     attention.register_attention()
+    # A kernel that never ends would hide where: flash-linear-attention's autotuning tries some that
+    # Triton miscompiles for some GPUs.
+    faulthandler.dump_traceback_later(args.seconds + 90, exit=True)
     if not args.tiny:
         spawn = multiprocessing.get_context("spawn")
         jobs = [(part, args.compilers) for part in range(args.compilers)]
@@ -336,9 +339,6 @@ def main():
         print(f"kernels compiled, {time.perf_counter() - START:.0f} s", flush=True)
         tune(args)
         print(f"kernels tuned, {time.perf_counter() - START:.0f} s", flush=True)
-    # A kernel that never ends would hide where: flash-linear-attention's autotuning tries some that
-    # Triton miscompiles for some GPUs.
-    faulthandler.dump_traceback_later(args.seconds + 90, exit=True)
     lines = []
     for part in (exactness, training, mixing):
         if time.perf_counter() - START > args.seconds:
