@@ -15,8 +15,10 @@ learning rate, AdamW, requests in flight and number of steps:
     surrogate    ours with --score_centering false, which is TRL's loss
     centered     ours as it is
 
-A number after a slash is --max_staleness of ours, by default 4. With --rehearse each trainer runs
-for two steps before anything is measured, so that what it compiles is on disk.
+A number after a slash is --max_staleness of ours, by default 4; then about as many steps' samples
+are in flight, so that the limit is felt. With --rehearse each trainer runs for two steps before
+anything is measured, so that what it compiles is on disk. Of several servers TRL, which knows one,
+has the first.
 
 This file is the task of all three: its reward function notes when it scored what, so that rewards
 and generated tokens are counted in the same way. `seconds` run from the start of the trainer's
@@ -142,7 +144,8 @@ def run(side, url, args, seed, steps):
     environment = dict(os.environ, CUDA_VISIBLE_DEVICES="1", HF_HUB_OFFLINE="1")
     environment[SCORES] = str(folder / "scores")
     if name == "trl":
-        options = dict(trl=1, url=url, folder=folder, steps=steps, seeds=seed)
+        first, *_ = url.split(",")
+        options = dict(trl=1, url=first, folder=folder, steps=steps, seeds=seed)
         command = [__file__]
     else:
         options = COMMON | dict(
@@ -153,10 +156,10 @@ def run(side, url, args, seed, steps):
             output_dir=folder,
             max_steps=steps,
             max_staleness=staleness or COMMON["max_staleness"],
+            max_concurrent_rollouts=IN_FLIGHT // 2 * max(1, int(staleness or 2)),
             seed=seed,
             score_centering=OURS[name],
             save_strategy="no",
-            max_concurrent_rollouts=IN_FLIGHT,
         )
         command = ["grpo.py"]
     command += [part for option, value in options.items() for part in (f"--{option}", str(value))]
@@ -304,7 +307,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=200, help="of a trainer at most")
     parser.add_argument("--picture", help="PNG to draw the curves to")
     parser.add_argument("--folder", help="for logs and curves; default: a temporary one")
-    parser.add_argument("--url", help="of a server that runs; default: one is started")
+    parser.add_argument("--url", help="of servers that run; default: one is started")
     parser.add_argument("--trl", help=argparse.SUPPRESS)  # this process is TRL's trainer
     args = parser.parse_args()
     if args.trl:
