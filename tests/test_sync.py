@@ -1132,26 +1132,35 @@ def test_a_stale_tied_head_would_be_seen(trainer):
 
 @pytest.mark.server
 def test_tokens_sampled_around_a_sync_carry_the_version_that_sampled_them(trainer):
-    length, n_tokens = 20, 450
-    before = copy.deepcopy(trainer.model)
+    length, before, synced = 20, copy.deepcopy(trainer.model), threading.Event()
     trainer.move(seed=5)
 
-    def generate(prompt):
+    def generate_until_synced(prompt, n_tokens):
         sampling = {"max_tokens": n_tokens, "logprobs": 1, "temperature": 1.0, "ignore_eos": True}
         body = {"model": trainer.name, "token_ids": prompt, "sampling_params": sampling}
-        answer = requests.post(f"{trainer.url}/inference/v1/generate", json=body, timeout=60)
-        return prompt, answer.json()["choices"][0]
+        answers = []
+        while not synced.is_set():
+            answer = requests.post(f"{trainer.url}/inference/v1/generate", json=body, timeout=60)
+            answers.append((prompt, n_tokens, answer.json()["choices"][0]))
+        return answers
 
     with ThreadPoolExecutor(8) as pool:
-        answers = [pool.submit(generate, prompt) for prompt in prompts(8, seed=5, length=length)]
-        deadline = time.monotonic() + 30
-        while not running_requests(trainer.url):
-            assert time.monotonic() < deadline
-        trainer.send(1)
-        answers = [answer.result() for answer in answers]
+        # Of several lengths: they do not all end at once, just when the sync begins.
+        rounds = [
+            pool.submit(generate_until_synced, prompt, 240 + 30 * i)
+            for i, prompt in enumerate(prompts(8, seed=5, length=length))
+        ]
+        try:
+            deadline = time.monotonic() + 30
+            while not running_requests(trainer.url):
+                assert time.monotonic() < deadline
+            trainer.send(1)
+        finally:
+            synced.set()
+        answers = [answer for each in rounds for answer in each.result()]
 
     n_spanning = 0
-    for prompt, choice in answers:
+    for prompt, n_tokens, choice in answers:
         ids = prompt + choice["token_ids"]
         theirs = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
         by_version = {
