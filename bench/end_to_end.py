@@ -6,9 +6,10 @@
     python bench/end_to_end.py --sides surrogate/0,centered/0,surrogate/16,centered/16
     python bench/end_to_end.py --picture docs/against_trl.png   # the curves of those seeds as well
 
-SmolLM2-135M learns sums of two two-digit numbers: one vLLM server for all on GPU 0, on GPU 1 one
-trainer after the other, each with a new process, the same data, group size, lengths, token budget,
-learning rate, AdamW, requests in flight and number of steps:
+SmolLM2-135M learns sums of two two-digit numbers. The servers for all share GPU 0: two, since an
+engine is one thread of Python; TRL, which knows one server, has the first. On GPU 1 one trainer
+after the other, each with a new process, the same data, group size, lengths, token budget, learning
+rate, AdamW, requests in flight and number of steps:
 
     trl          AsyncGRPOTrainer of TRL 1.16: float32 masters under bfloat16 autocast, layers not
                  recomputed; its attention kernel is flash-attn-4, as it fetches its own from a hub
@@ -17,8 +18,7 @@ learning rate, AdamW, requests in flight and number of steps:
 
 A number after a slash is --max_staleness of ours, by default 4; then about as many steps' samples
 are in flight, so that the limit is felt. With --rehearse each trainer runs for two steps before
-anything is measured, so that what it compiles is on disk. Of several servers TRL, which knows one,
-has the first.
+anything is measured, so that what it compiles is on disk.
 
 This file is the task of all three: its reward function notes when it scored what, so that rewards
 and generated tokens are counted in the same way. `seconds` run from the start of the trainer's
@@ -307,7 +307,8 @@ def main():
     parser.add_argument("--seconds", type=float, default=200, help="of a trainer at most")
     parser.add_argument("--picture", help="PNG to draw the curves to")
     parser.add_argument("--folder", help="for logs and curves; default: a temporary one")
-    parser.add_argument("--url", help="of servers that run; default: one is started")
+    parser.add_argument("--servers", type=int, default=2, help="on GPU 0")
+    parser.add_argument("--url", help="of servers that run; default: some are started")
     parser.add_argument("--trl", help=argparse.SUPPRESS)  # this process is TRL's trainer
     args = parser.parse_args()
     if args.trl:
@@ -321,7 +322,8 @@ def main():
     log = str(Path(args.folder, "server.log"))
     Path(args.folder).mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        server = serve(args.model, args.model, log, WORKER_EXTENSION)
+        more = ["--kv-cache-memory-bytes", "8000000000"]  # or they could not start side by side
+        server = serve(args.model, args.model, log, WORKER_EXTENSION, *more, n=args.servers)
         url = args.url or stack.enter_context(server)
         if args.rehearse:
             for name in results:

@@ -143,12 +143,16 @@ def make_folder(folder, tiny):
     return config
 
 
-@contextlib.contextmanager
-def serve(folder, name, log, extension, *options, tiny=False):
-    """A vLLM server on GPU 0 (or the CPU, if tiny) while the block runs; -> its url."""
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def serve(folder, name, log, extension, *options, tiny=False, n=1):
+    """n vLLM servers on GPU 0 (or the CPU, if tiny) while the block runs; -> their urls, joined by
+    commas."""
     environment = dict(
         os.environ,
         PYTHONPATH=f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
@@ -157,7 +161,7 @@ def serve(folder, name, log, extension, *options, tiny=False):
         HF_HUB_OFFLINE="1",
         CUDA_VISIBLE_DEVICES="" if tiny else "0",
     )
-    flags = f"""--host 127.0.0.1 --port {port} --served-model-name {name}
+    flags = f"""--host 127.0.0.1 --served-model-name {name}
         --logprobs-mode processed_logprobs --max-logprobs 9 --enable-scale-out
         --disable-uvicorn-access-log --worker-extension-cls {extension}""".split()
     if tiny:
@@ -170,32 +174,40 @@ def serve(folder, name, log, extension, *options, tiny=False):
         flags += ["--gpu-memory-utilization", "0.5"]
         flags += ["--weight-transfer-config", '{"backend":"nccl"}']
         command = ["-m", "vllm.entrypoints.cli.main", "serve", folder]
-    with open(log, "wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, *command, *flags, *options],
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    processes, servers = [], []
+
+    def alive(waited_s):
+        if any(process.poll() is not None for process in processes):
+            raise RuntimeError("a server ended")
+
     try:
-        server = VllmServer(f"http://127.0.0.1:{port}", START_S)
-
-        def alive(waited_s):
-            if process.poll() is not None:
-                raise RuntimeError("the server ended")
-
-        server.wait_until_ready(alive)
-        yield server.url
+        with open(log, "wb") as output:
+            for _ in range(n):
+                port = free_port()
+                servers.append(VllmServer(f"http://127.0.0.1:{port}", START_S))
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, *command, "--port", str(port), *flags, *options],
+                        env=environment,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+        for server in servers:
+            server.wait_until_ready(alive)
+        yield ",".join(server.url for server in servers)
     except BaseException:
         print(Path(log).read_text(errors="replace")[-4000:], flush=True)
         raise
     finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def make_trainer(config, tiny):
