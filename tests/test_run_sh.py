@@ -56,9 +56,13 @@ def test_ctrl_c_stops_server_and_trainer_within_20_seconds(own_folder, tmp_path)
 
 
 # Stands for an interpreter on a machine with GPUs: what would be started is written down instead.
+# A plan is made once for all cases of the same options, which takes seconds.
 INTERPRETER = """#!/bin/sh
 case "$*" in
-  *--prepare*) exec {python} "$@" ;;
+  *--prepare*)
+    plan=$3; shift 3; made={plans}/$(echo "$*" | cksum | tr ' ' -)
+    [ -e "$made" ] || {python} grpo.py --prepare "$made" "$@" || exit
+    exec cp "$made" "$plan" ;;
   -c*) echo $$ ;;
   *grpo.py*) sleep 0.5; echo "train on $CUDA_VISIBLE_DEVICES: $*" >> {log} ;;
   *serve*nccl*) echo "serve on $CUDA_VISIBLE_DEVICES" >> {log}; exec sleep 30 ;;
@@ -66,6 +70,11 @@ case "$*" in
 esac
 """
 THEIRS = ["--vllm_server_base_url", "http://127.0.0.1:9", "--env=countdown"]
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory):
+    return tmp_path_factory.mktemp("plans")
 
 
 @pytest.mark.parametrize(
@@ -82,12 +91,21 @@ THEIRS = ["--vllm_server_base_url", "http://127.0.0.1:9", "--env=countdown"]
     ],
 )
 def test_who_gets_which_gpus(
-    tiny_folder, tmp_path, gpus, options, variables, serving, training, processes, is_default_task
+    tiny_folder,
+    plans,
+    tmp_path,
+    gpus,
+    options,
+    variables,
+    serving,
+    training,
+    processes,
+    is_default_task,
 ):
     log = tmp_path / "log"
     scripts = {
         "nvidia-smi": f"#!/bin/sh\nfor i in $(seq {gpus}); do echo GPU $i; done\n",
-        "python": INTERPRETER.format(python=sys.executable, log=log),
+        "python": INTERPRETER.format(python=sys.executable, log=log, plans=plans),
     }
     for name, text in scripts.items():
         (tmp_path / name).write_text(text)
