@@ -15,7 +15,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from json import dumps, loads
@@ -383,9 +382,9 @@ class Fleet:
 
     def check(self, model_name: str, **needs) -> ServerInfo:
         """VllmServer.check() of each; -> what holds for all. They must be alike."""
-        with ThreadPoolExecutor(len(self.servers)) as pool:  # each takes seconds to describe itself
-            checks = pool.map(lambda server: server.check(model_name, **needs), self.servers)
-            self.infos = dict(zip(self.servers, checks))
+        self.infos = self.each(lambda server: server.check(model_name, **needs))
+        for error in self.failures.values():  # at the start one is too many
+            raise error
         first = self.infos[self.servers[0]]
         for server, info in self.infos.items():
             for name in ("dtype", "nccl"):

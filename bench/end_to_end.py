@@ -58,6 +58,7 @@ COMMON = dict(  # options of the same name and meaning on both sides
     max_staleness=4,
 )
 IN_FLIGHT = 512
+A_STEP = 256  # about as many completions as a step trains
 OURS = {"surrogate": "false", "centered": "true"}  # --score_centering
 REHEARSAL = 1000  # its seed
 RATIO = "sampling/importance_sampling_ratio"
@@ -144,8 +145,7 @@ def run(side, url, args, seed, steps):
     environment = dict(os.environ, CUDA_VISIBLE_DEVICES="1", HF_HUB_OFFLINE="1")
     environment[SCORES] = str(folder / "scores")
     if name == "trl":
-        first, *_ = url.split(",")
-        options = dict(trl=1, url=first, folder=folder, steps=steps, seeds=seed)
+        options = dict(trl=1, url=url.split(",")[0], folder=folder, steps=steps, seeds=seed)
         command = [__file__]
     else:
         options = COMMON | dict(
@@ -156,7 +156,7 @@ def run(side, url, args, seed, steps):
             output_dir=folder,
             max_steps=steps,
             max_staleness=staleness or COMMON["max_staleness"],
-            max_concurrent_rollouts=IN_FLIGHT // 2 * max(1, int(staleness or 2)),
+            max_concurrent_rollouts=A_STEP * max(1, int(staleness)) if staleness else IN_FLIGHT,
             seed=seed,
             score_centering=OURS[name],
             save_strategy="no",

@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -143,12 +142,6 @@ def make_folder(folder, tiny):
     return config
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @contextlib.contextmanager
 def serve(folder, name, log, extension, *options, tiny=False, n=1):
     """n vLLM servers on GPU 0 (or the CPU, if tiny) while the block runs; -> their urls, joined by
@@ -183,7 +176,7 @@ def serve(folder, name, log, extension, *options, tiny=False, n=1):
     try:
         with open(log, "wb") as output:
             for _ in range(n):
-                port = free_port()
+                _, port = meeting_point("http://127.0.0.1")  # a free one
                 servers.append(VllmServer(f"http://127.0.0.1:{port}", START_S))
                 processes.append(
                     subprocess.Popen(

@@ -72,11 +72,6 @@ esac
 THEIRS = ["--vllm_server_base_url", "http://127.0.0.1:9", "--env=countdown"]
 
 
-@pytest.fixture(scope="module")
-def plans(tmp_path_factory):
-    return tmp_path_factory.mktemp("plans")
-
-
 @pytest.mark.parametrize(
     "gpus, options, variables, serving, training, processes, is_default_task",
     [
@@ -91,21 +86,12 @@ def plans(tmp_path_factory):
     ],
 )
 def test_who_gets_which_gpus(
-    tiny_folder,
-    plans,
-    tmp_path,
-    gpus,
-    options,
-    variables,
-    serving,
-    training,
-    processes,
-    is_default_task,
+    tiny_folder, tmp_path, gpus, options, variables, serving, training, processes, is_default_task
 ):
     log = tmp_path / "log"
     scripts = {
         "nvidia-smi": f"#!/bin/sh\nfor i in $(seq {gpus}); do echo GPU $i; done\n",
-        "python": INTERPRETER.format(python=sys.executable, log=log, plans=plans),
+        "python": INTERPRETER.format(python=sys.executable, log=log, plans=tmp_path.parent),
     }
     for name, text in scripts.items():
         (tmp_path / name).write_text(text)

@@ -913,6 +913,13 @@ def test_servers_that_are_not_alike_are_refused(two_liars):
         fleet.check("tiny", num_sampler_logprobs=8)
 
 
+def test_a_server_that_cannot_serve_is_refused_though_another_can(two_liars):
+    fleet, _ = fleet_sender(two_liars)
+    two_liars[1].info["vllm_config"]["model_config"]["logprobs_mode"] = "raw_logprobs"
+    with pytest.raises(ValueError, match=f"{two_liars[1].url} returns raw_logprobs"):
+        fleet.check("tiny", num_sampler_logprobs=8)
+
+
 # ------------------------------------------------------------------------------------- two ranks
 
 
