@@ -244,7 +244,7 @@ def test_a_call_that_is_never_answered_raises_within_the_timeout(liar, path):
     with pytest.raises(RuntimeError, match=f"{path}: no answer within 0.3 s"):
         sync.sync_weights(fleet, sender, 1)
     # One timeout, and a second one where it is /resume that never answers.
-    assert time.monotonic() - start < 1.5
+    assert time.monotonic() - start < 5
     assert liar.calls[-1] == "/resume" and not shared_files()
     assert liar.version == ("1" if path == "/resume" else "0")
 
@@ -812,11 +812,17 @@ def fleet_sender(liars, timeout_s=2.0):
 
 
 def test_all_servers_get_the_weights_at_once(two_liars):
-    fleet, sender = fleet_sender(two_liars)
+    fleet, sender = fleet_sender(two_liars, timeout_s=10.0)
+    both_load = threading.Barrier(2)
     for liar in two_liars:
-        liar.load_s = 0.5
-    seconds = sync.sync_weights(fleet, sender, 3)
-    assert seconds["perf/weight_sync_transfer_s"] < 0.9  # one after the other it would take 1.0
+
+        def act(path, body, act=liar.act):
+            if path == "/collective_rpc":
+                both_load.wait(5.0)
+            return act(path, body)
+
+        liar.act = act
+    sync.sync_weights(fleet, sender, 3)
     for liar in two_liars:
         assert liar.calls == SYNC_CALLS and liar.version == "3" and not liar.paused
         assert list(liar.received) == [name for name, _ in Tree().named_parameters()]
@@ -901,7 +907,7 @@ def test_a_server_that_stays_away_ends_the_run_in_time(liar):
         pytest.raises(TimeoutError, match=f"no vLLM server answered within 1 s: {liar.url}"),
     ):
         sync.sync_through_restart(fleet, sender, 1)
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < 10
 
 
 def test_servers_that_are_not_alike_are_refused(two_liars):
