@@ -232,10 +232,10 @@ def state_of(policy, optimizer):
     }
 
 
-def restore(path, policy, optimizer, scheduler, step):
-    """Load into the sharded policy and its optimizer, and advance the schedule to `step`.
+def restore(path, policy, optimizer):
+    """Load into the sharded policy and its optimizer, whose hyperparameters stay as they are.
     Collective. A rank that the saved run did not have takes the first rank's generators."""
-    wanted = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    own = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     state, rank = state_of(policy, optimizer), str(dist.get_rank())
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     donor = rank if f"generators.{rank}.cpu" in saved else "0"
@@ -251,11 +251,8 @@ def restore(path, policy, optimizer, scheduler, step):
         optim_state_dict=state["optimizer"],
         options=OPTIONS,
     )
-    rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
-    place = {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates}
-    scheduler.load_state_dict(scheduler.state_dict() | place)
-    for group, own, rate in zip(optimizer.param_groups, wanted, rates, strict=True):
-        group.update(own | {"lr": rate})
+    for group, settings in zip(optimizer.param_groups, own, strict=True):
+        group.update(settings)
     generators = state["generators"][donor]
     torch.set_rng_state(generators["cpu"])
     if "cuda" in generators:

@@ -398,6 +398,11 @@ def check_config(config):
     for name in ("save_steps", "warmup_steps"):
         fraction = 0 < getattr(c, name) < 1
         need(not fraction or c.max_steps > 0, name, "a fraction of max_steps needs --max_steps")
+    need(
+        not c.warmup_steps or c.lr_scheduler_type != "constant",
+        "warmup_steps",
+        "--lr_scheduler_type constant has no warm-up; give constant_with_warmup, linear or cosine",
+    )
     need(c.eval_steps >= 1, "eval_steps", "must be at least 1; without --eval_env there is no one")
     need(not c.replay or not c.eval_env, "eval_env", "a replay has no server to evaluate with")
     need(not c.replay or not c.dump_rollouts, "dump_rollouts", "the replayed run has that dump")

@@ -183,11 +183,11 @@ def train(config, task):
         budget = replay.budget if replay else config.token_budget or info.max_model_len
         longest = pad(budget) if pad else budget
         policy = sharded_policy(config, loaded, device, longest, compiled)
-    optimizer, scheduler = update.make_optimizer(policy, config)
+    optimizer = update.make_optimizer(policy, config)
     scale = update.LossScale(config.compute_dtype, resumed and resumed.get("loss_scale"))
     done = resumed["step"] if resumed else 0
     if resumed:
-        checkpoint.restore(resumed_from, policy, optimizer, scheduler, done)
+        checkpoint.restore(resumed_from, policy, optimizer)
 
     # ---- the first sync --------------------------------------------------------------------------
     # A server that cannot take weights is found before anything is generated; and a server that has
@@ -276,11 +276,12 @@ def train(config, task):
                 )
             with clock("perf/optimizer_s"):
                 grad_norm = update.clip_gradients(policy, config.max_grad_norm, scale.value)
+                learning_rate = update.learning_rate(config, step)
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate
                 if counts := scale.admits(grad_norm):
                     optimizer.step()
                 optimizer.zero_grad()
-                learning_rate = scheduler.get_last_lr()[0]
-                scheduler.step()
             found, grad_norm, flops = update.gather_metrics(seen, grad_norm)  # waits for the GPU
             if counts:
                 update.check_norm(grad_norm, step)

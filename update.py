@@ -4,7 +4,8 @@
     clip_gradients()      global norm, over all ranks
     LossScale             float16: which steps count, and the factor on the loss
     gather_metrics()      the step's only wait for the device: two transfers, one all-gather
-    make_optimizer()      AdamW on the sharded masters, and its schedule
+    make_optimizer()      AdamW on the sharded masters
+    learning_rate()       of any step: the schedule
 
 Gradients are summed over rows and ranks: each loss comes divided by the counts of all of them
 (feed.Share), so no count is reduced here. Nothing before gather_metrics() waits for the device,
@@ -18,33 +19,39 @@ import math
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import get_scheduler
 
 import loss
 import model
 
 
 def make_optimizer(policy, config):
-    """AdamW on the sharded masters (weight decay on matrices only), and its schedule."""
+    """AdamW on the sharded masters, with weight decay on matrices only."""
     trained = [p for p in policy.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(
+    return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
         fused=True,
     )
-    scheduler = get_scheduler(
-        config.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=config.steps_of("warmup_steps"),
-        num_training_steps=config.max_steps,
-    )
-    return optimizer, scheduler
+
+
+def learning_rate(config, step):
+    """Of optimizer step 1, 2, ..., max_steps, as transformers.get_scheduler has it: it grows from 0
+    over warmup_steps, then stays, or falls as a line or half a cosine to 0 after the last step."""
+    peak, done, warmup = config.learning_rate, step - 1, config.steps_of("warmup_steps")
+    if done < warmup:
+        return peak * done / warmup
+    if config.lr_scheduler_type in ("constant", "constant_with_warmup"):
+        return peak
+    left = (config.max_steps - done) / (config.max_steps - warmup)
+    if config.lr_scheduler_type == "linear":
+        return peak * left
+    return peak * (1 - math.cos(math.pi * left)) / 2
 
 
 class LossScale:

@@ -225,7 +225,7 @@ def whole_loop(side, args):
         for sample in args.samples[next(iter(args.trees))]
     ]
     policy, config = side.policy, CENTERED
-    optimizer, scheduler = update.make_optimizer(policy, config)
+    optimizer = update.make_optimizer(policy, config)
     options = dict(token_budget=1 << 20, world_size=1, gradient_accumulation_steps=1)
     side.checkpointing("none")
     shares = []
@@ -241,7 +241,6 @@ def whole_loop(side, args):
             norm = update.clip_gradients(policy, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            scheduler.step()
         update.gather_metrics(seen, norm)
         seconds = clock.read()
         whole = seconds["perf/step_s"]

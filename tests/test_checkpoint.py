@@ -43,18 +43,18 @@ def make_training(folder, config, device=CPU):
     policy = load_policy(config, folder, device)
     offload = {"cpu_offload": config.cpu_offload}
     model.shard(policy, device, torch.float32, compile_layers=False, **offload)
-    return policy, *update.make_optimizer(policy, config)
+    return policy, update.make_optimizer(policy, config)
 
 
 def curve(rank, folder, config, run, *, resume=None, stop=50, device=CPU):
     """Losses of config.replay's steps from `resume` (a checkpoint) to `stop`, and what the run then
     holds. A draw a step stands for everything random."""
     torch.manual_seed(0)
-    policy, optimizer, scheduler = make_training(folder, config, device)
+    policy, optimizer = make_training(folder, config, device)
     saves, state, losses = checkpoint.Checkpoints(run, policy, optimizer, config), None, []
     if resume:
         state = checkpoint.load_state(resume)
-        checkpoint.restore(resume, policy, optimizer, scheduler, state["step"])
+        checkpoint.restore(resume, policy, optimizer)
         saves.resume(state)
     pad = packing.bucket if device.type == "cuda" else None  # or each length is compiled
     replay, done = Replay(config, None), state["step"] if state else 0
@@ -65,9 +65,10 @@ def curve(rank, folder, config, run, *, resume=None, stop=50, device=CPU):
         trees = [attention.TreeMask(row).prepare(policy.model.config) for row in rows]
         seen = update.forward_backward(policy, config, share, rows, trees, grpo.Clock(device))
         norm = update.clip_gradients(policy, config.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = update.learning_rate(config, step)
         optimizer.step()
         optimizer.zero_grad()
-        scheduler.step()
         found, norm, _ = update.gather_metrics(seen, norm)
         draw = float(torch.rand(()))
         losses.append((dict((n, v) for n, v, _ in found)["loss"], norm, draw))
@@ -75,7 +76,7 @@ def curve(rank, folder, config, run, *, resume=None, stop=50, device=CPU):
             saves.save(step, replay.state())
     saves.finish()
     saves.close()
-    return losses, held(policy, optimizer), scheduler.get_last_lr()
+    return losses, held(policy, optimizer), [group["lr"] for group in optimizer.param_groups]
 
 
 def held(policy, optimizer):
@@ -165,7 +166,7 @@ def test_on_a_gpu_a_resumed_run_goes_on(tiny_folder, one_rank, replaying, tmp_pa
 def save_twice_and_be_killed(folder, run, store):
     """Step 1 is saved; in the save of step 2 the process is killed at its first fsync."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    policy, optimizer, _ = make_training(folder, STEPS)
+    policy, optimizer = make_training(folder, STEPS)
     saves = checkpoint.Checkpoints(run, policy, optimizer, STEPS)
     saves.save(1, WHERE)
     saves.finish()
@@ -197,7 +198,7 @@ def test_a_full_disk_stops_the_run_and_leaves_what_was_saved(
     one_rank,
     tmp_path,
 ):
-    policy, optimizer, _ = make_training(tiny_folder, STEPS)
+    policy, optimizer = make_training(tiny_folder, STEPS)
     saves = checkpoint.Checkpoints(tmp_path, policy, optimizer, STEPS)
     saves.save(1, WHERE)
     saves.finish()

@@ -71,6 +71,7 @@ def test_a_negative_number_is_a_value():
         (["--seed", "-1"], ["--seed -1", "negative"]),
         (["--max_grad_norm", "-1"], ["--max_grad_norm -1.0", "negative"]),
         (["--warmup_steps", "-2"], ["--warmup_steps -2.0", "negative"]),
+        (["--warmup_steps", "2"], ["--warmup_steps 2.0", "constant_with_warmup"]),
         (["--max_steps", "-1", "--save_steps", "0.5"], ["--save_steps 0.5", "--max_steps"]),
         (["--fp16", "true", "--bf16", "true"], ["--fp16 True", "--bf16 true"]),
         (["--adam_beta2", "1"], ["--adam_beta2 1.0", "[0, 1)"]),

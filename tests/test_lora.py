@@ -69,7 +69,7 @@ def test_a_checkpoint_holds_the_adapter_only_and_restores_it(one_rank, tmp_path)
     folder = make_folder(FAMILIES["qwen3"](), tmp_path / "base")
     policy = load_policy(LORA, folder, CPU)
     model.shard(policy, CPU, torch.float32, compile_layers=False)
-    optimizer, scheduler = update.make_optimizer(policy, LORA)
+    optimizer = update.make_optimizer(policy, LORA)
     saves = checkpoint.Checkpoints(tmp_path, policy, optimizer, LORA)
     with torch.no_grad():
         for parameter in (p for p in policy.parameters() if p.requires_grad):
@@ -82,8 +82,8 @@ def test_a_checkpoint_holds_the_adapter_only_and_restores_it(one_rank, tmp_path)
     assert len(saved) == 3 * 2 * 7 and all(".lora_" in name for name in saved)
     fresh = load_policy(LORA, folder, CPU)
     model.shard(fresh, CPU, torch.float32, compile_layers=False)
-    optimizer, scheduler = update.make_optimizer(fresh, LORA)
-    checkpoint.restore(tmp_path / "checkpoint-1", fresh, optimizer, scheduler, 1)
+    optimizer = update.make_optimizer(fresh, LORA)
+    checkpoint.restore(tmp_path / "checkpoint-1", fresh, optimizer)
     assert torch.equal(log_probs_of(fresh), expected)
 
 

@@ -106,7 +106,7 @@ def train_step(folder, config, rows_of_samples):
     policy = load_policy(config, folder, CPU)
     memory.apply(policy, config.checkpointing)
     model.shard(policy, CPU, torch.float32, compile_layers=False)
-    optimizer, _ = update.make_optimizer(policy, config)
+    optimizer = update.make_optimizer(policy, config)
     rows = [packing.pack_row(samples, BUDGET).to(CPU) for samples in rows_of_samples]
     trees = [attention.TreeMask(row).prepare(policy.model.config) for row in rows]
     n = sum(len(row.term_targets) for row in rows)

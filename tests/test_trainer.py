@@ -276,6 +276,30 @@ def test_all_ids_that_end_a_turn_count():
     assert ids([7], None) == [7] and ids([None], 9) == ids(None, 9) == [9]
 
 
+@pytest.mark.parametrize(
+    "schedule, warmup, expected",
+    [
+        ("constant", 0, [4, 4, 4, 4, 4, 4]),
+        ("constant_with_warmup", 2, [0, 2, 4, 4, 4, 4]),
+        ("linear", 2, [0, 2, 4, 3, 2, 1]),
+        # 2 + 2 cos x at x = 0, pi / 4, ..., and with a third of the steps, ceil(0.33 * 6) = 2
+        ("cosine", 0.33, [0, 2, 4, 2 + 2**0.5, 2, 2 - 2**0.5]),
+    ],
+)
+def test_the_learning_rate_of_each_step_is_that_of_transformers(schedule, warmup, expected):
+    config = Config(learning_rate=4.0, lr_scheduler_type=schedule, warmup_steps=warmup, max_steps=6)
+    rates = [update.learning_rate(config, step) for step in range(1, 7)]
+    assert rates == pytest.approx(expected, abs=1e-12)
+    optimizer, theirs = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=4.0), []
+    options = dict(num_warmup_steps=config.steps_of("warmup_steps"), num_training_steps=6)
+    scheduler = transformers.get_scheduler(schedule, optimizer, **options)
+    for _ in range(6):
+        theirs += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx(theirs, abs=1e-12)
+
+
 def test_an_infinite_gradient_stops_the_run():
     module = torch.nn.Linear(2, 1, bias=False)
     module.weight.grad = torch.tensor([[1.0, float("inf")]])
