@@ -84,7 +84,14 @@ def generation_limit(now, max_concurrent):
             f"max_concurrent_rollouts sets the limit ({flight}{cache}): raise it"
             f"{now_is(max_concurrent)} if your environments and tools allow."
         )
-    if running > 0.9 * cap and not cap >= (max_concurrent or math.inf):
+    capped = running > 0.9 * cap and not cap >= (max_concurrent or math.inf)
+    if capped and kv < KV_LOW and now["rollout/vllm_queued_requests"] < 1:
+        return (
+            f"The cap on rollouts in flight is still rising ({flight}, cap {cap:.0f}{cache}); it "
+            "began at what fits the KV cache at full length. Start vLLM with a lower "
+            "--max-model-len (run.sh: MAX_MODEL_LEN), and it begins higher."
+        )
+    if capped:
         return (
             f"The server's load sets the limit ({flight}, cap {cap:.0f}{cache}): "
             "give vLLM more GPUs or KV cache, or shorten completions."

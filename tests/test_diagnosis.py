@@ -22,6 +22,7 @@ SERVER = {
     "rollout/concurrency_cap": 100,
     "rollout/score_s": 2.5,
     "rollout/vllm_kv_cache_usage_frac": 0.3,
+    "rollout/vllm_queued_requests": 0,
     "rollout/score_queue_size": 0,
     "rollout/score_wait_s": 0.1,
     "rollout/duration_s": 10.0,
@@ -60,6 +61,16 @@ SERVER = {
         (
             WAITS | SERVER | {"rollout/concurrency": 99, "rollout/vllm_kv_cache_usage_frac": 0.83},
             "The server's load sets the limit (99 rollouts in flight, cap 100, KV cache 83% full)",
+        ),
+        (
+            WAITS | SERVER | {"rollout/concurrency": 99},
+            "The cap on rollouts in flight is still rising (99 rollouts in flight, cap 100, KV "
+            "cache 30% full); it began at what fits the KV cache at full length. Start vLLM with a "
+            "lower --max-model-len",
+        ),
+        (  # requests wait although the cache has room: the engine itself is busy
+            WAITS | SERVER | {"rollout/concurrency": 99, "rollout/vllm_queued_requests": 8},
+            "The server's load sets the limit (99 rollouts in flight, cap 100, KV cache 30% full)",
         ),
         (
             WAITS | SERVER | {"rollout/score_queue_size": 5, "rollout/score_wait_s": 12.5},
