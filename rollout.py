@@ -395,8 +395,9 @@ class RolloutLoop:
         if finished is not None:
             finished.seconds = time.monotonic() - start
             group.finished.append(finished)
-            group.tokens += self._own_tokens(finished.samples)
-            self._tokens_to_score += self._own_tokens(finished.samples)
+            n_tokens = self._own_tokens(finished.samples)
+            group.tokens += n_tokens
+            self._tokens_to_score += n_tokens
         group.n_open -= 1
         if group.n_open:
             return

@@ -332,11 +332,12 @@ class Sampler:
 
     async def _served_models(self) -> dict[str, int | None]:
         deadline = time.monotonic() + self.timeout_s
-        for delay_s in _retry_delays():
+        for attempt in itertools.count(1):
             text = await self.read("/v1/models")
             if text is not None:
                 models = msgspec.json.decode(text)["data"]
                 return {model["id"]: model.get("max_model_len") for model in models}
+            delay_s = _retry_delay(attempt)
             if time.monotonic() + delay_s > deadline:
                 raise ServerLost(
                     f"no vLLM server answered at {self.url} within {self.timeout_s:g} s "
@@ -370,7 +371,7 @@ class Sampler:
         body = self._body(prompt_ids, version, max_tokens)
         max_attempts = max_attempts or self.max_attempts
         start = time.monotonic()
-        for attempt, delay_s in enumerate(_retry_delays(), start=1):
+        for attempt in itertools.count(1):
             try:
                 turn = await self._attempt(body, prompt_ids, version, start + self.timeout_s)
             except _RETRIED as e:
@@ -379,6 +380,7 @@ class Sampler:
                 self.down_since = None
                 self.generated_tokens += len(turn.output_ids)
                 return turn
+            delay_s = _retry_delay(attempt)
             next_try = time.monotonic() + delay_s
             self.down_since = self.down_since or time.monotonic()
             silent_s = next_try - self.down_since
@@ -427,8 +429,7 @@ class _NoGenerateEndpoint(RequestRefused):
         self.status = status
 
 
-def _retry_delays():
+def _retry_delay(attempt):
     """0.25, 0.5, 1, ... 10, 10, ... seconds, each with jitter: retries must not arrive together."""
-    for i in itertools.count():
-        delay_s = min(_FIRST_RETRY_S * 2 ** min(i, 10), _LONGEST_RETRY_S)
-        yield delay_s * random.uniform(0.75, 1.25)
+    delay_s = min(_FIRST_RETRY_S * 2 ** min(attempt - 1, 10), _LONGEST_RETRY_S)
+    return delay_s * random.uniform(0.75, 1.25)
