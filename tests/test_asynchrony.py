@@ -311,6 +311,7 @@ def test_syncs_in_mid_generation_label_every_token_and_cost_no_slot(tiny_server,
             worker.set_version(version)
             asyncio.run(until(lambda: running(tiny_server.url) == 8))
             while by_version[-1].versions.max() != version:  # older ones still lie in the queues
+                assert not worker.finished
                 by_version += taken(worker, 1)
             by_version += taken(worker, 16)
     spans = 0
