@@ -234,9 +234,6 @@ def _head(turn: TurnRecord, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _stack_heads(heads) -> tuple[np.ndarray, np.ndarray]:
     """The heads of several turns below each other, padded to the widest with missing entries."""
-    if len(heads) == 1:
-        ids, log_probs = heads[0]
-        return np.asarray(ids, np.int32), np.asarray(log_probs, np.float32)
     n = sum(len(ids) for ids, _ in heads)
     k = max((ids.shape[1] for ids, _ in heads), default=0)
     top_ids = np.zeros((n, k), dtype=np.int32)

@@ -276,9 +276,7 @@ def train(config, task):
                 )
             with clock("perf/optimizer_s"):
                 grad_norm = update.clip_gradients(policy, config.max_grad_norm, scale.value)
-                learning_rate = update.learning_rate(config, step)
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate
+                learning_rate = update.set_learning_rate(optimizer, config, step)
                 if counts := scale.admits(grad_norm):
                     optimizer.step()
                 optimizer.zero_grad()

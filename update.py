@@ -5,7 +5,7 @@
     LossScale             float16: which steps count, and the factor on the loss
     gather_metrics()      the step's only wait for the device: two transfers, one all-gather
     make_optimizer()      AdamW on the sharded masters
-    learning_rate()       of any step: the schedule
+    learning_rate()       of any step: the schedule; set_learning_rate() gives it to AdamW
 
 Gradients are summed over rows and ranks: each loss comes divided by the counts of all of them
 (feed.Share), so no count is reduced here. Nothing before gather_metrics() waits for the device,
@@ -52,6 +52,14 @@ def learning_rate(config, step):
     if config.lr_scheduler_type == "linear":
         return peak * left
     return peak * (1 - math.cos(math.pi * left)) / 2
+
+
+def set_learning_rate(optimizer, config, step):
+    """Before that optimizer step. -> the rate."""
+    rate = learning_rate(config, step)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return rate
 
 
 class LossScale:

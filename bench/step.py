@@ -239,6 +239,7 @@ def whole_loop(side, args):
             seen = update.forward_backward(policy, config, share, [row], [tree], clock)
         with clock("perf/optimizer_s"):
             norm = update.clip_gradients(policy, 1.0)
+            update.set_learning_rate(optimizer, config, step + 1)
             optimizer.step()
             optimizer.zero_grad()
         update.gather_metrics(seen, norm)

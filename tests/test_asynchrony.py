@@ -116,7 +116,7 @@ def test_requests_in_flight_outlast_a_sync_and_are_back_at_the_cap_after_it(serv
             server.paused = False
             await until(lambda n=n_before: len(server.requests) > n + 32)  # new ones are coming
             server.max_in_flight = 0
-            await until(lambda: server.max_in_flight == 32)
+            await until(lambda: server.max_in_flight == 32, seconds=2)
         run.shared[rollout.Slot.STOP] = 1
         await task
 
@@ -309,7 +309,7 @@ def test_syncs_in_mid_generation_label_every_token_and_cost_no_slot(tiny_server,
             with paused(tiny_server.url):
                 announce(tiny_server.url, version)
             worker.set_version(version)
-            asyncio.run(until(lambda: running(tiny_server.url) == 8))
+            asyncio.run(until(lambda: running(tiny_server.url) == 8, seconds=2))
             while by_version[-1].versions.max() != version:  # older ones still lie in the queues
                 assert not worker.finished
                 by_version += taken(worker, 1)
@@ -320,6 +320,7 @@ def test_syncs_in_mid_generation_label_every_token_and_cost_no_slot(tiny_server,
         assert (np.diff(versions) >= 0).all()
         spans += len(set(versions.tolist())) > 1
     assert spans >= 3  # of 8 in flight at each sync, some had begun before it
+    assert {11, 12, 13} <= {int(sample.versions.max()) for sample in by_version}
 
 
 @pytest.mark.server

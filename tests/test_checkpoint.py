@@ -65,8 +65,7 @@ def curve(rank, folder, config, run, *, resume=None, stop=50, device=CPU):
         trees = [attention.TreeMask(row).prepare(policy.model.config) for row in rows]
         seen = update.forward_backward(policy, config, share, rows, trees, grpo.Clock(device))
         norm = update.clip_gradients(policy, config.max_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = update.learning_rate(config, step)
+        update.set_learning_rate(optimizer, config, step)
         optimizer.step()
         optimizer.zero_grad()
         found, norm, _ = update.gather_metrics(seen, norm)

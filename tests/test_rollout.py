@@ -409,6 +409,7 @@ AT_ONCE = threading.Barrier(2)
 
 async def offset_that_waits(completions, offset, **columns):
     await asyncio.to_thread(AT_ONCE.wait, 10)
+    await asyncio.sleep(0.4)
     return [offset] * len(completions)
 
 
@@ -427,7 +428,7 @@ def test_rewards_of_all_kinds_of_functions_are_summed_and_run_at_once(server):
     run = Run(server, prompts(2)[1:], *funcs, none_that_waits, Scorer()).to_the_end()
     # reply i: i + answer 10 + offset 3 + 0.5; NaN everywhere does not count
     assert [s.metrics["reward_kept"] for s in by_first_id(run)] == [13.5, 14.5, 15.5, 16.5]
-    assert run.mean("rollout/score_s") > 0
+    assert run.mean("rollout/score_s") > 0.4
     assert run.mean("rewards/offset_that_waits/mean") == 3
     assert "rewards/none_that_waits/mean" not in run.records
 
@@ -649,10 +650,7 @@ def test_limit_starts_at_what_fits_into_the_kv_cache(server, monkeypatch):
 
 async def stands_still_at(run, n_samples):
     """Wait for so many samples, and for a moment more in which there must be no others."""
-    deadline = time.monotonic() + 10
-    while len(run.samples) < n_samples:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
+    await until(lambda: len(run.samples) >= n_samples)
     await asyncio.sleep(0.25)
     assert len(run.samples) == n_samples
 
@@ -696,6 +694,7 @@ def test_one_group_at_a_time_until_the_first_shows_the_length(server):
         await task
 
     asyncio.run(scenario())
+    assert server.max_in_flight == 20
     assert len(run.samples) == len(server.requests) == 24
 
 
@@ -733,7 +732,7 @@ def test_lost_server_ends_the_run_within_its_time(server):
     start = time.monotonic()
     with pytest.raises(sampler.ServerLost, match=r"has answered no request .* HTTP 500: error 500"):
         Run(server, prompts(2), first_number, vllm_server_timeout=0.8).to_the_end()
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 3
 
 
 def test_absent_server_is_named():
@@ -1066,11 +1065,11 @@ def test_stopped_worker_is_noticed_by_its_heartbeat_and_a_killed_one_at_once(
         with pytest.raises(RuntimeError, match=r"died \(exit code -9, SIGKILL\)"):
             while time.monotonic() < start + 10:
                 worker._samples.clear()
-                worker.get(60.0)
-        assert time.monotonic() - start < 10
+                worker.get(5.0)
+        assert time.monotonic() - start < 3
         start = time.monotonic()
-        worker.stop(timeout=60.0)
-        assert time.monotonic() - start < 10
+        worker.stop()
+        assert time.monotonic() - start < 1
 
 
 TRAINER = """

@@ -244,7 +244,7 @@ def test_a_call_that_is_never_answered_raises_within_the_timeout(liar, path):
     with pytest.raises(RuntimeError, match=f"{path}: no answer within 0.3 s"):
         sync.sync_weights(fleet, sender, 1)
     # One timeout, and a second one where it is /resume that never answers.
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 1.5
     assert liar.calls[-1] == "/resume" and not shared_files()
     assert liar.version == ("1" if path == "/resume" else "0")
 
@@ -907,7 +907,7 @@ def test_a_server_that_stays_away_ends_the_run_in_time(liar):
         pytest.raises(TimeoutError, match=f"no vLLM server answered within 1 s: {liar.url}"),
     ):
         sync.sync_through_restart(fleet, sender, 1)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 4
 
 
 def test_servers_that_are_not_alike_are_refused(two_liars):
