@@ -15,22 +15,22 @@ vLLM's private parts are touched here only.
 Test: pytest tests/test_sync.py, python bench/sync.py on two GPUs
 """
 
+import base64
 import contextlib
 import logging
 import os
 import queue
-import socket
 import sys
 import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import nccl
 from server import HEALTH_S, LAST_CALL_S, WORKER_EXTENSION, Fleet, ServerError, VllmServer
 from weights import ALIGNMENT, Entry, Weights, by_dtype, cut, view_tensor
 
@@ -242,32 +242,27 @@ class Link:
     """The NCCL group of rank 0 and one server's workers."""
 
     def __init__(self, server: VllmServer, size: int, bucket_bytes: int, device: int):
-        self.server, self.device, self.lock = server, device, threading.Lock()
+        self.server, self.device = server, device
         self.stream = torch.cuda.Stream(device)
         self.answers: queue.SimpleQueue = queue.SimpleQueue()
         self.communicator = self._connect(size, bucket_bytes)
 
     def _connect(self, size, bucket_bytes):
-        from vllm.distributed.weight_transfer import nccl_common
-
-        address, port = meeting_point(self.server.url)
-        place = {"master_address": address, "master_port": port, "world_size": size}
-        rendezvous = nccl_common.NCCLWeightTransferInitInfo(
-            **place, rank_offset=1, packed=True, packed_buffer_size_bytes=bucket_bytes
-        )
+        group = nccl.unique_id()
+        place = {"nccl_unique_id_b64": base64.b64encode(group).decode(), "world_size": size}
+        form = {"packed": True, "packed_buffer_size_bytes": bucket_bytes}
+        body = {"init_info": place | form | {"rank_offset": 1}}
         joined: queue.SimpleQueue = queue.SimpleQueue()
 
         def call():
             try:
-                body = {"init_info": nccl_common.worker_init_payload(rendezvous)}
                 self.server.call("POST", "/init_weight_transfer_engine", json=body)
             except Exception as error:
                 joined.put(error)
 
         def join():
-            torch.cuda.set_device(self.device)
             try:
-                joined.put(nccl_common.trainer_init(rendezvous))
+                joined.put(nccl.Communicator(group, 0, size, self.device))
             except Exception as error:
                 joined.put(error)
 
@@ -279,9 +274,9 @@ class Link:
             communicator = joined.get(timeout=self.server.timeout_s + LAST_CALL_S)
         except queue.Empty:
             raise WeightSyncError(
-                f"{self.server.url} did not join an NCCL group with {address} within "
+                f"{self.server.url} did not join an NCCL group with this process within "
                 f"{self.server.timeout_s:g} s: trainer and server need different GPUs, and the "
-                "server must reach that address"
+                "server must reach this machine (by the interface that NCCL_SOCKET_IFNAME names)"
             ) from None
         if isinstance(communicator, Exception):
             raise communicator
@@ -298,7 +293,7 @@ class Link:
                     self._ask_vllm(request["manifest"])
                 self.answers.put(None)
             except Exception as error:
-                self.abort()
+                self.communicator.abort()
                 self.answers.put(WeightSyncError(f"{error}; {MIXED}"))
 
         threading.Thread(target=call, daemon=True).start()
@@ -325,31 +320,11 @@ class Link:
         event.record(self.stream)
         return event
 
-    def abort(self) -> None:
-        """Free the communicator, and with it a thread that waits in it. From any thread."""
-        with self.lock:
-            if self.communicator.disabled:
-                return
-            self.communicator.disabled = True  # first: no thread may enter what is being freed
-            with torch.cuda.device(self.communicator.device):
-                self.communicator.nccl.ncclCommAbort(self.communicator.comm)
-
     def close(self) -> None:
-        self.abort()
+        self.communicator.abort()
         with contextlib.suppress(ServerError):
             path = "/shutdown_weight_transfer_engine"
             self.server.call("POST", path, timeout_s=LAST_CALL_S)
-
-
-def meeting_point(url: str) -> tuple[str, int]:
-    """This machine's address as the server sees it, and a free port there."""
-    parts = urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((parts.hostname, parts.port or 80))  # of a datagram socket: sends nothing
-        address = probe.getsockname()[0]
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((address, 0))
-        return address, probe.getsockname()[1]
 
 
 # --------------------------------------------------------------------------- the server's workers

@@ -322,7 +322,9 @@ def main():
     log = str(Path(args.folder, "server.log"))
     Path(args.folder).mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        more = ["--kv-cache-memory-bytes", "8000000000"]  # or they could not start side by side
+        # memory that is given, or they could not start side by side; and the cap on rollouts in
+        # flight, which begins at what fits the cache at full length, begins at all of them
+        more = ["--kv-cache-memory-bytes", "8000000000", "--max-model-len", "1024"]
         server = serve(args.model, args.model, log, WORKER_EXTENSION, *more, n=args.servers)
         url = args.url or stack.enter_context(server)
         if args.rehearse:

@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -37,7 +38,7 @@ import torch  # noqa: E402
 import sync  # noqa: E402
 from masters import ComputeCopies  # noqa: E402
 from server import WORKER_EXTENSION, Fleet, VllmServer  # noqa: E402
-from transfer import FileSender, NcclSender, meeting_point  # noqa: E402
+from transfer import FileSender, NcclSender  # noqa: E402
 from weights import Weights  # noqa: E402
 
 EXTENSION = "bench.sync.Extension"
@@ -142,6 +143,12 @@ def make_folder(folder, tiny):
     return config
 
 
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 @contextlib.contextmanager
 def serve(folder, name, log, extension, *options, tiny=False, n=1):
     """n vLLM servers on GPU 0 (or the CPU, if tiny) while the block runs; -> their urls, joined by
@@ -176,7 +183,7 @@ def serve(folder, name, log, extension, *options, tiny=False, n=1):
     try:
         with open(log, "wb") as output:
             for _ in range(n):
-                _, port = meeting_point("http://127.0.0.1")  # a free one
+                port = free_port()
                 servers.append(VllmServer(f"http://127.0.0.1:{port}", START_S))
                 processes.append(
                     subprocess.Popen(
@@ -285,8 +292,8 @@ class Peer:
         )
 
         if self.engine is None:
-            address, port = meeting_point(self.server.url)
-            place = {"master_address": address, "master_port": port, "world_size": 2, "rank": 0}
+            place = {"master_address": "127.0.0.1", "master_port": free_port()}
+            place |= {"world_size": 2, "rank": 0}
             rendezvous = NCCLTrainerInitInfo(**place, packed_buffer_size_bytes=self.bucket_bytes)
             self.engine = NCCLTrainerWeightTransferEngine.trainer_init(
                 rendezvous, client=self.client, source=self

@@ -29,6 +29,7 @@ from conftest import make_tokenizer, start_server, stop_server
 from torch import nn
 
 import grpo
+import nccl
 import sync
 import transfer
 import weights
@@ -550,6 +551,9 @@ class FakeGroup:
         assert self.disabled, "a thread could still enter"
         self.n_aborts += 1
 
+    def abort(self):
+        self.disabled = True
+
 
 class FakeEvent:
     """An event after a broadcast: passed when the server receives, or when somebody aborts."""
@@ -569,26 +573,20 @@ class FakeEvent:
 
 
 @pytest.fixture
-def nccl(liar, monkeypatch):
+def nccl_sender(liar, monkeypatch):
     """-> sender(direct) of a liar with a GPU."""
-    common = types.ModuleType("nccl_common")
-    common.NCCLWeightTransferInitInfo = dict
-    common.worker_init_payload = dict
 
-    def trainer_init(rendezvous):
+    def join(group, rank, size, device):
+        assert (group, rank, size, device) == (b"a group", 0, 2, 0)
         assert liar.joined.wait(3)  # NCCL: until all have come
         liar.groups.append(FakeGroup())
         return liar.groups[-1]
 
-    common.trainer_init = trainer_init
-    package = types.ModuleType("vllm.distributed.weight_transfer")
-    package.nccl_common = common
-    for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
-        monkeypatch.setitem(sys.modules, name, package)
+    monkeypatch.setattr(nccl, "unique_id", lambda: b"a group")
+    monkeypatch.setattr(nccl, "Communicator", join)
     stream = types.SimpleNamespace(wait_stream=lambda other: None)
     for name, value in {
         "current_device": lambda: 0,
-        "set_device": lambda device: None,
         "device": lambda device: contextlib.nullcontext(),
         "Stream": lambda device: stream,
         "current_stream": lambda: "worker",
@@ -601,6 +599,13 @@ def nccl(liar, monkeypatch):
 
     def act(path, body):
         if path == "/init_weight_transfer_engine":
+            assert body["init_info"] == {
+                "nccl_unique_id_b64": "YSBncm91cA==",  # b"a group"
+                "rank_offset": 1,
+                "world_size": 2,
+                "packed": True,
+                "packed_buffer_size_bytes": 200,
+            }
             liar.joined.set()
         if path == "/update_weights" or body.get("method") == "espalier_receive_weights":
             assert liar.paused
@@ -640,8 +645,8 @@ def nccl_calls(direct):
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_an_nccl_group_is_opened_once_and_then_reused(liar, nccl, direct):
-    fleet, sender = nccl(direct)
+def test_an_nccl_group_is_opened_once_and_then_reused(liar, nccl_sender, direct):
+    fleet, sender = nccl_sender(direct)
     calls = nccl_calls(direct)
     sync.sync_weights(fleet, sender, 1)
     assert liar.calls == calls and liar.version == "1" and not liar.paused
@@ -662,8 +667,8 @@ NCCL_FAULTS = [
 
 @pytest.mark.parametrize("lie", ["500", "never"])
 @pytest.mark.parametrize(("direct", "path"), NCCL_FAULTS)
-def test_no_failed_call_leaves_a_rank_in_a_broadcast(liar, nccl, direct, path, lie):
-    fleet, sender = nccl(direct)
+def test_no_failed_call_leaves_a_rank_in_a_broadcast(liar, nccl_sender, direct, path, lie):
+    fleet, sender = nccl_sender(direct)
     liar.lies = {path: lie}
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=f"POST {liar.url}{path}: "):
@@ -681,6 +686,96 @@ def test_no_failed_call_leaves_a_rank_in_a_broadcast(liar, nccl, direct, path, l
     assert liar.version == "2" and not liar.groups[-1].disabled
     if path != "/init_weight_transfer_engine":
         assert [group.disabled for group in liar.groups] == [True, False]
+
+
+class FakeNccl:
+    """What nccl.py calls of the library; `fails`: the function that answers with an error."""
+
+    def __init__(self, fails=None):
+        self.calls, self.fails = [], fails
+
+    def __getattr__(self, name):
+        def function(*arguments):
+            self.calls.append((name, arguments))
+            return 5 if name == self.fails else 0
+
+        return function
+
+    def ncclGetErrorString(self, code):
+        return b"invalid usage" if code == 5 else b"?"
+
+
+@pytest.fixture
+def cuda_on_the_cpu(monkeypatch):
+    zeros, stream = torch.zeros, types.SimpleNamespace(cuda_stream=7, synchronize=lambda: None)
+    monkeypatch.setattr(torch, "zeros", lambda n, device: zeros(n))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    return stream
+
+
+def test_an_nccl_communicator_joins_broadcasts_and_is_freed_once(cuda_on_the_cpu, monkeypatch):
+    library = FakeNccl()
+    monkeypatch.setattr(nccl, "library", lambda: library)
+    group = bytes(range(128))
+    communicator = nccl.Communicator(group, 0, 3, 1)
+    (name, (_, size, identity, rank)), (second, (_, _, n, dtype, op, _, stream)) = library.calls
+    assert (name, size, bytes(identity), rank) == ("ncclCommInitRank", 3, group, 0)
+    # what vLLM's workers wait for in a new group: the sum of one float (nccl.h: 7 and 0)
+    assert (second, n, dtype, op, stream) == ("ncclAllReduce", 1, 7, 0, 7)
+
+    library.calls.clear()
+    buffer = torch.ones(10, dtype=torch.uint8)
+    communicator.broadcast(buffer, src=0, stream=cuda_on_the_cpu)
+    place = buffer.data_ptr()
+    assert library.calls == [("ncclBroadcast", (place, place, 10, 1, 0, communicator.comm, 7))]
+
+    library.calls.clear()
+    threads = [threading.Thread(target=communicator.abort) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    communicator.broadcast(buffer, src=0, stream=cuda_on_the_cpu)  # nobody enters what was freed
+    assert [name for name, _ in library.calls] == ["ncclCommAbort"]
+
+
+@pytest.mark.parametrize("fails", ["ncclCommInitRank", "ncclAllReduce"])
+def test_an_nccl_error_says_which_call_and_why(cuda_on_the_cpu, monkeypatch, fails):
+    library = FakeNccl(fails)
+    monkeypatch.setattr(nccl, "library", lambda: library)
+    with pytest.raises(nccl.NcclError, match=f"{fails}: invalid usage; NCCL_DEBUG=INFO"):
+        nccl.Communicator(bytes(128), 0, 2, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_bytes_travel_between_two_gpus():
+    group, sent = nccl.unique_id(), torch.arange(1000).to(torch.uint8)
+    assert len(group) == 128
+    received = {}
+
+    def run(rank):
+        torch.cuda.set_device(rank)
+        communicator = nccl.Communicator(group, rank, 2, rank)
+        buffer = sent.to(f"cuda:{rank}") if rank == 1 else torch.zeros_like(sent, device="cuda:0")
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        communicator.broadcast(buffer, src=1, stream=stream)
+        stream.synchronize()
+        received[rank] = buffer.cpu()
+        communicator.abort()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, (0, 1)))
+    assert torch.equal(received[0], sent) and torch.equal(received[1], sent)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_group_that_cannot_be_is_refused_by_nccl():
+    with pytest.raises(nccl.NcclError, match="ncclCommInitRank: "):
+        nccl.Communicator(nccl.unique_id(), 2, 2, 0)  # ranks are 0 and 1
 
 
 class Served(nn.Module):
@@ -733,7 +828,7 @@ class Sent(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["copies", "computes", "re-laid"])
-def test_recorded_copies_load_what_the_loader_loads(liar, nccl, monkeypatch, way):
+def test_recorded_copies_load_what_the_loader_loads(liar, nccl_sender, monkeypatch, way):
     n_loads = []
 
     def load(vllm_config, model, tensors):
@@ -743,7 +838,7 @@ def test_recorded_copies_load_what_the_loader_loads(liar, nccl, monkeypatch, way
     monkeypatch.setattr(transfer, "load_layerwise", load)
     monkeypatch.setattr(transfer, "loading", lambda vllm_config: torch.no_grad())
     served, sent = Served(way), Sent(seed=0)
-    fleet, sender = nccl(True, sent)
+    fleet, sender = nccl_sender(True, sent)
     worker = None
     for version in (1, 2, 3):
         with torch.no_grad():
