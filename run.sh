@@ -7,7 +7,9 @@
 #   TRAIN_GPUS=2,3 VLLM_GPUS="0 1"   which GPUs train and which serve, one server a word; by default the second
 #                                    and first half of CUDA_VISIBLE_DEVICES (a single one does both), or,
 #                                    where no server is started, all train. One server on two GPUs:
-#                                    VLLM_GPUS=0,1 and VLLM_ARGS="--tensor-parallel-size 2"
+#                                    VLLM_GPUS=0,1 and VLLM_ARGS="--tensor-parallel-size 2".
+#                                    Two servers on one GPU, for a small model: VLLM_GPUS="0 0" and
+#                                    VLLM_ARGS="--gpu-memory-utilization 0.4 --kv-cache-memory-bytes 8000000000"
 #   PORT=N MAX_MODEL_LEN=N           the (first) server's port (default: a free one) and longest prompt +
 #                                    completion
 #   VLLM_ARGS="..."                  more options for the server; with --enable-lora in them a LoRA

@@ -4,12 +4,12 @@ generation together wait for each other less than 10% of it.
     python bench/balance.py            # two GPUs of one host, 5 minutes
     python bench/balance.py --tiny     # on the CPU, to try the script: its figures mean nothing
 
-A model of Qwen3-1.7B's shape with random weights; every completion has the same length, and a
-reward drawn from its ids, so that every group is trained. The prompt decides which side is faster:
-the trainer forwards it once a group, but the server reads it for each token that it generates. So
-one run goes through prompts of several lengths, and the table has a line for each; the balanced one
-is the claim. Three servers share GPU 0, an engine being one thread of Python. The first steps with
-each length are left out: what they train was generated beside other prompts.
+A model of Qwen3-1.7B's shape with more layers (72: 3.9B) and random weights; every completion has
+the same length, and a reward drawn from its ids, so that every group is trained. The prompt decides
+which side is faster: the trainer forwards it once a group, but the server reads it for each token
+that it generates. So one run goes through prompts of several lengths, and the table has a line for
+each; the balanced one is the claim. The first steps with each length are left out: what they train
+was generated beside other prompts.
 
     wait            share of the time that the trainer waited for samples (perf/rollout_wait_s)
     backpressure    share that generation was held back because it was max_staleness steps ahead
@@ -86,14 +86,14 @@ rollout_loop = WatchedLoop
 # ----------------------------------------------------------------------------------------- the run
 
 
-def make_model(folder, tiny):
+def make_model(folder, tiny, layers):
     """Config, tokenizer and random weights."""
     import torch
     from transformers import AutoTokenizer, Qwen3ForCausalLM
 
     from bench.sync import make_folder
 
-    config = make_folder(folder, tiny)
+    config = make_folder(folder, tiny, layers)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
@@ -120,6 +120,7 @@ def train(url, folder, args, lengths, groups):
         max_completion_length=args.completion,
         token_budget=args.token_budget,
         gradient_accumulation_steps=args.accumulation,
+        max_concurrent_rollouts=args.in_flight,
         learning_rate=1e-7,
         save_strategy="no",
     )
@@ -199,35 +200,36 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--lengths", default="64,256,512,1024", help="of prompts")
+    parser.add_argument("--layers", type=int, default=72, help="of the model")
     parser.add_argument("--steps", type=int, default=12, help="with each length, about")
     parser.add_argument("--completion", type=int, default=256, help="tokens")
     parser.add_argument("--num_generations", type=int, default=8)
     parser.add_argument("--token_budget", type=int, default=32768, help="of a row")
     parser.add_argument("--accumulation", type=int, default=2, help="rows a step")
-    parser.add_argument("--servers", type=int, default=3, help="on GPU 0")
+    parser.add_argument("--in_flight", type=int, default=768, help="rollouts at most")
     parser.add_argument("--folder", help="for model, logs and metrics; default: a temporary one")
     args = parser.parse_args()
     if args.tiny:
-        small = dict(lengths="64,96", steps=6, completion=16, token_budget=1024, servers=1)
+        small = dict(
+            lengths="64,96", steps=6, completion=16, token_budget=1024, in_flight=32, layers=28
+        )
         vars(args).update(small)
     from bench.sync import serve
 
     folder = Path(args.folder or tempfile.mkdtemp(prefix="balance-"))
     folder.mkdir(parents=True, exist_ok=True)
     args.model = str(folder / "model")
-    make_model(args.model, args.tiny)
+    make_model(args.model, args.tiny, args.layers)
     lengths = [int(length) for length in args.lengths.split(",")]
     of_a_group = args.num_generations * args.completion
     step = args.token_budget * args.accumulation
     # others follow, so that generation does not end while the last ones are trained
     asked = [*lengths, lengths[-1] + AFTERWARDS]
     groups = [args.steps * step // (length + of_a_group) for length in asked]
-    more = "--kv-cache-memory-bytes 16000000000 --gpu-memory-utilization 0.2 --max-model-len 1536"
+    more = "--kv-cache-memory-bytes 100000000000 --max-model-len 1344"
     more = [] if args.tiny else more.split()
     log = str(folder / "server.log")
-    server = serve(
-        args.model, args.model, log, WORKER_EXTENSION, *more, tiny=args.tiny, n=args.servers
-    )
+    server = serve(args.model, args.model, log, WORKER_EXTENSION, *more, tiny=args.tiny)
     with server as url:
         train(url, folder, args, asked, groups)
     show({length: figures(folder, length, args) for length in lengths})

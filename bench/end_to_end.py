@@ -3,7 +3,8 @@
     pip install flash-attn-4==4.0.0b36 nvidia-cutlass-dsl==4.8.0; pip install --no-deps trl==1.16.0
     python bench/end_to_end.py                 # two GPUs of one host, 8 minutes
     python bench/end_to_end.py --seeds 0,1,2   # 20 minutes
-    python bench/end_to_end.py --sides surrogate/0,centered/0,surrogate/16,centered/16
+    python bench/end_to_end.py --sides surrogate/0,centered/0,surrogate/16,centered/16 \
+        --servers 4 --apart                    # what staleness does
     python bench/end_to_end.py --picture docs/against_trl.png   # the curves of those seeds as well
 
 SmolLM2-135M learns sums of two two-digit numbers. The servers for all share GPU 0: two, since an
@@ -16,9 +17,11 @@ rate, AdamW, requests in flight and number of steps:
     surrogate    ours with --score_centering false, which is TRL's loss
     centered     ours as it is
 
-A number after a slash is --max_staleness of ours, by default 4; then about as many steps' samples
-are in flight, so that the limit is felt. With --rehearse each trainer runs for two steps before
-anything is measured, so that what it compiles is on disk.
+A number after a slash is the staleness at which ours trains: the worker holds scored samples back
+until so many steps' worth of newer ones are there (0: --max_staleness 0, generation waits for the
+step). Without it samples are as old as they come, at most --max_staleness 4. With --rehearse each
+trainer runs for two steps before anything is measured, so that what it compiles is on disk. With
+--apart each trainer has one server, and as many run at a time: their times mean little.
 
 This file is the task of all three: its reward function notes when it scored what, so that rewards
 and generated tokens are counted in the same way. `seconds` run from the start of the trainer's
@@ -31,11 +34,15 @@ import contextlib
 import json
 import math
 import os
+import queue
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,8 +52,14 @@ if __name__ == "__main__":
 import plot  # noqa: E402
 from envs import arithmetic  # noqa: E402
 from metrics import NAN, read_windows  # noqa: E402
+from rollout import RolloutLoop  # noqa: E402
 from server import WORKER_EXTENSION  # noqa: E402
 
+TITLES = {  # in the picture
+    "trl": "TRL 1.16",
+    "surrogate": "espalier, TRL's loss",
+    "centered": "espalier",
+}
 THRESHOLD = 0.5  # of the mean reward, over
 WINDOW = 512  # completions
 COMMON = dict(  # options of the same name and meaning on both sides
@@ -58,14 +71,19 @@ COMMON = dict(  # options of the same name and meaning on both sides
     max_staleness=4,
 )
 IN_FLIGHT = 512
-A_STEP = 256  # about as many completions as a step trains
+A_STEP = 320  # about as many completions as a step trains
 OURS = {"surrogate": "false", "centered": "true"}  # --score_centering
 REHEARSAL = 1000  # its seed
 RATIO = "sampling/importance_sampling_ratio"
 
 # --------------------------------------------------------------------------- the task of all three
 
-Options = arithmetic.Options
+
+@dataclass(frozen=True)
+class Options(arithmetic.Options):
+    held_back: int = 0  # scored samples that are sent only when newer ones have come
+
+
 dataset = arithmetic.dataset
 SCORES = "BENCH_SCORES"  # environment variable: the file in which rewards are noted
 
@@ -78,7 +96,20 @@ def correct(completions, completion_ids, **columns):
     return rewards
 
 
+class LateLoop(RolloutLoop):
+    """Samples leave the worker in their order, when `held_back` newer ones are there."""
+
+    async def setup(self):
+        self.late = deque()
+
+    async def _ship(self, samples=(), dropped=()):
+        self.late.extend(samples)
+        n = max(0, len(self.late) - self.config.held_back)
+        await super()._ship([self.late.popleft() for _ in range(n)], dropped)
+
+
 reward_funcs = [correct]
+rollout_loop = LateLoop
 
 # ---------------------------------------------------------------------------------- TRL's trainer
 
@@ -155,12 +186,16 @@ def run(side, url, args, seed, steps):
             vllm_server_base_url=url,
             output_dir=folder,
             max_steps=steps,
-            max_staleness=staleness or COMMON["max_staleness"],
-            max_concurrent_rollouts=A_STEP * max(1, int(staleness)) if staleness else IN_FLIGHT,
+            max_concurrent_rollouts=IN_FLIGHT,
             seed=seed,
             score_centering=OURS[name],
             save_strategy="no",
         )
+        if staleness:  # what is in flight is about one step old when it is trained
+            late = int(staleness)
+            options["held_back"] = A_STEP * max(0, late - 1)
+            options["max_staleness"] = late and late + COMMON["max_staleness"]
+            options["max_concurrent_rollouts"] = A_STEP
         command = ["grpo.py"]
     command += [part for option, value in options.items() for part in (f"--{option}", str(value))]
     began = time.time()
@@ -292,8 +327,9 @@ def picture(folder, path):
             {"step": i, "time": t, "minutes": t / 60, "reward": r}
             for i, (t, r) in enumerate(points)
         ]
-        if windows and not file.parent.name.endswith(f"-seed{REHEARSAL}"):
-            runs.append((file.parent, windows))
+        side, _, seed = file.parent.name.partition("-seed")
+        if windows and seed != str(REHEARSAL):
+            runs.append((Path(f"{TITLES.get(side, side)}-seed{seed}"), windows))
     return plot.draw(plot.by_setup(runs), path, reward_only=True, x="minutes")
 
 
@@ -308,6 +344,7 @@ def main():
     parser.add_argument("--picture", help="PNG to draw the curves to")
     parser.add_argument("--folder", help="for logs and curves; default: a temporary one")
     parser.add_argument("--servers", type=int, default=2, help="on GPU 0")
+    parser.add_argument("--apart", action="store_true", help="a server for each trainer")
     parser.add_argument("--url", help="of servers that run; default: some are started")
     parser.add_argument("--trl", help=argparse.SUPPRESS)  # this process is TRL's trainer
     args = parser.parse_args()
@@ -330,9 +367,22 @@ def main():
         if args.rehearse:
             for name in results:
                 run(name, url, args, REHEARSAL, 2)
-        for seed in args.seeds.split(","):
-            for name, runs in results.items():
-                runs.append(run(name, url, args, seed, args.steps))
+        free = queue.SimpleQueue()
+        for part in url.split(",") if args.apart else [url]:
+            free.put(part)
+
+        def start(name, seed):
+            part = free.get()
+            try:
+                return run(name, part, args, seed, args.steps)
+            finally:
+                free.put(part)
+
+        with ThreadPoolExecutor(free.qsize()) as pool:
+            seeds = args.seeds.split(",")
+            started = [(name, pool.submit(start, name, s)) for s in seeds for name in results]
+            for name, one in started:
+                results[name].append(one.result())
     show(results)
     if args.picture:
         print(picture(args.folder, args.picture))

@@ -109,7 +109,7 @@ def say(text):
     print(f"[{time.perf_counter() - BEGIN:5.0f} s] {text}", flush=True)
 
 
-def make_folder(folder, tiny):
+def make_folder(folder, tiny, layers=28):
     """Config and tokenizer of Qwen3-1.7B's shape; --load-format dummy needs no weights."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config
@@ -132,7 +132,7 @@ def make_folder(folder, tiny):
         size |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = Qwen3Config(
         **size,
-        num_hidden_layers=28,
+        num_hidden_layers=layers,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
         eos_token_id=256,
