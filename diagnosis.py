@@ -22,6 +22,7 @@ HIGH_DROPPED = 0.5  # below it most groups produce a gradient; half of it counts
 MOVED = 0.1  # a smaller change since `before` is noise over a few dozen groups
 NEAR_END = 0.2  # "near the top (bottom) of the range"
 KV_LOW = 0.6  # the worker raises its cap below this, so the server has room
+QUICK_SCORE_S = 0.05  # seconds: a group that is scored so fast does not keep others waiting
 SMALL_MASS = 0.9  # of probability; what the head leaves out is not centered
 
 
@@ -98,10 +99,14 @@ def generation_limit(now, max_concurrent):
         )
     waited_s = now["rollout/score_wait_s"]  # groups that end together wait a moment, too
     if waiting > 1 and waited_s > HIGH_WAIT * now["rollout/duration_s"]:
-        return (
-            f"Scoring lags ({waiting:.0f} groups wait for {waited_s:.1f} s, one takes "
-            f"{now['rollout/score_s']:.1f} s): speed up the reward functions."
-        )
+        wait, score_s = f"{waiting:.0f} groups wait for {waited_s:.1f} s", now["rollout/score_s"]
+        if score_s < QUICK_SCORE_S:
+            return (
+                f"The rollout worker is busy ({wait} though scoring one takes {1000 * score_s:.0f} "
+                "ms): short completions cost its one process most; a lower num_sampler_logprobs, "
+                "or longer ones, cost it less a token."
+            )
+        return f"Scoring lags ({wait}, one takes {score_s:.1f} s): speed up the reward functions."
     return (
         f"vLLM makes {now['rollout/generated_tokens_per_s']:,.0f} tokens/s ({flight}{cache}): "
         "give it more GPUs, or shorten completions."

@@ -76,6 +76,17 @@ SERVER = {
             WAITS | SERVER | {"rollout/score_queue_size": 5, "rollout/score_wait_s": 12.5},
             "Scoring lags (5 groups wait for 12.5 s, one takes 2.5 s)",
         ),
+        (  # as on two H200s with completions of 12 tokens
+            WAITS
+            | SERVER
+            | {
+                "rollout/score_queue_size": 10,
+                "rollout/score_wait_s": 0.1,
+                "rollout/score_s": 0.006,
+                "rollout/duration_s": 0.32,
+            },
+            "The rollout worker is busy (10 groups wait for 0.1 s though scoring one takes 6 ms)",
+        ),
         (  # they ended together and are scored at once
             WAITS | SERVER | {"rollout/score_queue_size": 5},
             "vLLM makes 3,200 tokens/s",
