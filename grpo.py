@@ -423,7 +423,11 @@ def check_sync(policy, tokenizer, fleet, sender, version, info, config, device):
 
     dtypes = (info.dtype, config.compute_dtype)
     name = sender.adapter_name.format(version=version) if sender.adapter_name else config.model
-    return sync.check_sync(fleet, name, prompt, trainer_log_probs, dtypes=dtypes)
+
+    def resend():
+        sync.sync_through_restart(fleet, sender, version)
+
+    return sync.check_sync(fleet, name, prompt, trainer_log_probs, dtypes=dtypes, resend=resend)
 
 
 def warm_up(policy, config, longest, device):

@@ -12,6 +12,8 @@
 #                                    VLLM_ARGS="--gpu-memory-utilization 0.4 --kv-cache-memory-bytes 8000000000"
 #   PORT=N MAX_MODEL_LEN=N           the (first) server's port (default: a free one) and longest prompt +
 #                                    completion
+#   RESTART_S=600                    a server of ours that dies is started again if it lived so long
+#                                    (seconds); sooner it ends the run
 #   VLLM_ARGS="..."                  more options for the server; with --enable-lora in them a LoRA
 #                                    run sends its adapter, not the merged weights
 #   PYTHON=python3.12                this interpreter as it is; nothing is installed
@@ -100,7 +102,7 @@ trap 'rm -f "$plan"' EXIT
 [ ! -d "$MODEL_PATH" ] || export HF_HUB_OFFLINE=1 # a folder needs no hub
 
 # ---- stop whatever we started, whole process groups, however we leave ------------------------------------
-servers=() ports=() logs=() trainer=
+servers=() server_gpus=() ports=() logs=() begun=() stubs= trainer=
 alive() { [ -n "$1" ] && kill -0 -- "-$1" 2>/dev/null; }
 stop_group() { # process group, seconds to leave by itself: its leader stops its own children in order
   alive "$1" || return 0
@@ -126,18 +128,21 @@ trap 'exit 143' TERM
 # ---- the servers --------------------------------------------------------------------------------------
 mkdir -p runs
 gpus_from() { (IFS=, && echo "${gpu_ids[*]:$1}"); } # with commas
-start_server() { # its GPUs, its command line
-  local number=${#servers[@]} devices=$1 port
-  shift
+add_server() { # its GPUs
+  local number=${#servers[@]} port=
   port=${PORT:+$((PORT + number))}
-  port=${port:-$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0))
-print(s.getsockname()[1])')}
-  logs+=("runs/server${number/#0/}.log") ports+=("$port")
-  SERVER_URL+=${SERVER_URL:+,}http://127.0.0.1:$port
-  CUDA_VISIBLE_DEVICES=$devices setsid "$@" --host 127.0.0.1 --port "$port" ${VLLM_ARGS:-} \
-    > "${logs[$number]}" 2>&1 &
-  servers+=($!)
-  echo "run.sh: vLLM is starting on port $port (log: ${logs[$number]})"
+  ports+=("${port:-$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0))
+print(s.getsockname()[1])')}")
+  server_gpus+=("$1") logs+=("runs/server${number/#0/}.log")
+  SERVER_URL+=${SERVER_URL:+,}http://127.0.0.1:${ports[$number]}
+  : > "${logs[$number]}"
+  start_server "$number"
+}
+start_server() { # its number; also when it has died
+  PYTHONPATH=$PWD:$stubs${PYTHONPATH:-} CUDA_VISIBLE_DEVICES=${server_gpus[$1]} setsid "$python" \
+    "${command[@]}" --host 127.0.0.1 --port "${ports[$1]}" ${VLLM_ARGS:-} >> "${logs[$1]}" 2>&1 &
+  servers[$1]=$! begun[$1]=$SECONDS
+  echo "run.sh: vLLM is starting on port ${ports[$1]} (log: ${logs[$1]})"
 }
 if [ -z "$SERVER_URL" ]; then
   flags=(--served-model-name "$MODEL_NAME" --logprobs-mode processed_logprobs
@@ -153,6 +158,12 @@ if [ -z "$SERVER_URL" ]; then
   if [ "$gpus" -gt 0 ]; then
     vllm_gpus=${VLLM_GPUS:-${gpu_ids[*]:0:gpus > 1 ? gpus / 2 : 1}}
     train_gpus=${TRAIN_GPUS:-$(gpus_from $((gpus / 2)))}
+    twice=$(tr -s ', ' '\n' <<< "$vllm_gpus" | sort | uniq -d | head -n 1)
+    if [ -n "$twice" ] && [[ "${VLLM_ARGS:-}" != *--kv-cache-memory-bytes* ]]; then
+      echo "run.sh: VLLM_GPUS='$vllm_gpus' names GPU $twice twice, and each server would take most of its" \
+        "memory: add --gpu-memory-utilization 0.4 --kv-cache-memory-bytes 8000000000 to VLLM_ARGS"
+      exit 1
+    fi
     flags+=(--max-model-len "${MAX_MODEL_LEN:-4096}" --api-server-count "$api_servers"
       --dtype "$SERVER_DTYPE")
     if [[ " ${vllm_gpus//,/ } " == *" ${train_gpus%%,*} "* ]]; then
@@ -165,13 +176,11 @@ if [ -z "$SERVER_URL" ]; then
       flags+=(--return-sampling-mask)
       export VLLM_USE_V2_MODEL_RUNNER=1
     fi
-    for devices in $vllm_gpus; do
-      PYTHONPATH=$PWD:${PYTHONPATH:-} start_server "$devices" \
-        "$python" -m vllm.entrypoints.cli.main serve "$MODEL_PATH" "${flags[@]}"
-    done
+    command=(-m vllm.entrypoints.cli.main serve "$MODEL_PATH" "${flags[@]}")
+    for devices in $vllm_gpus; do add_server "$devices"; done
   else
     # bf16 only where the CPU computes with it: elsewhere it is emulated, five times slower than float32.
-    dtype=float32 stubs=
+    dtype=float32
     grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo 2>/dev/null && dtype=bfloat16
     if [ -n "$HYBRID" ]; then # in float32 the engine dies; a prefix cache would need chunked prefill
       dtype=bfloat16 stubs=$PWD/stubs:
@@ -185,26 +194,26 @@ if [ -z "$SERVER_URL" ]; then
     export OMP_WAIT_POLICY=PASSIVE # server and trainer share the cores: who waits must not spin
     export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
     export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-0-$(($(nproc) - 1))}
-    PYTHONPATH=$PWD:$stubs${PYTHONPATH:-} start_server "" \
-      "$python" -m vllm.entrypoints.openai.api_server --model "$MODEL_PATH" "${flags[@]}"
+    command=(-m vllm.entrypoints.openai.api_server --model "$MODEL_PATH" "${flags[@]}")
+    add_server ""
   fi
 fi
 
 # ---- the trainer --------------------------------------------------------------------------------------
-command=("$python")
 if [ "$gpus" -gt 0 ]; then
   : "${train_gpus:=${TRAIN_GPUS:-$(gpus_from 0)}}"
 fi
 train_gpus=${train_gpus:-}
 : "${TRAIN_PROCESSES:=$(tr , '\n' <<< "$train_gpus" | wc -l)}" # one a GPU, one on the CPU
+launcher=()
 if [ "$TRAIN_PROCESSES" -gt 1 ]; then
-  command=("$python" -m torch.distributed.run --standalone --nproc-per-node "$TRAIN_PROCESSES")
+  launcher=(-m torch.distributed.run --standalone --nproc-per-node "$TRAIN_PROCESSES")
 fi
-CUDA_VISIBLE_DEVICES=$train_gpus setsid "${command[@]}" grpo.py ${options[@]+"${options[@]}"} \
-  --vllm_server_base_url "$SERVER_URL" &
+CUDA_VISIBLE_DEVICES=$train_gpus setsid "$python" ${launcher[@]+"${launcher[@]}"} grpo.py \
+  ${options[@]+"${options[@]}"} --vllm_server_base_url "$SERVER_URL" &
 trainer=$!
 
-# ---- wait for the trainer; a server that dies ends the run -----------------------------------------------
+# ---- wait for the trainer; start servers that die again ---------------------------------------------------
 engine_is_dead() { # port; the API process may outlive the engine: then /health answers 503
   local answer
   answer=$( (exec 3<> "/dev/tcp/127.0.0.1/$1" && printf 'GET /health HTTP/1.0\r\n\r\n' >&3 &&
@@ -216,9 +225,11 @@ for ((second = 0; ; second++)); do
   for i in ${servers[@]+"${!servers[@]}"}; do
     if ! kill -0 "${servers[$i]}" 2>/dev/null ||
       { ((second % 5 == 0)) && engine_is_dead "${ports[$i]}"; }; then
-      echo "run.sh: the vLLM server died; the end of ${logs[$i]}:"
+      echo "run.sh: the vLLM server on port ${ports[$i]} died; the end of ${logs[$i]}:"
       tail -n 15 "${logs[$i]}"
-      exit 1
+      [ $((SECONDS - begun[i])) -ge "${RESTART_S:-600}" ] || exit 1
+      stop_group "${servers[$i]}" 0 # what is left of it
+      start_server "$i"             # when it is back the trainer sends it the weights
     fi
   done
   sleep 1

@@ -189,6 +189,7 @@ def check_sync(
     *,
     dtypes: Sequence[torch.dtype],
     n_sampled: int = 4,
+    resend: Callable[[], Any] | None = None,
 ) -> float:
     """Largest difference between the servers' log-probs and the trainer's; too large a one raises.
 
@@ -197,7 +198,8 @@ def check_sync(
     tokens that it samples after it; sampling goes through the prefix cache, so with a prompt
     longer than one of its blocks (16 tokens on CUDA, 128 on CPU) a cache left from older weights
     shows too. A sampled token is a step of a server with hundreds of rollouts under way: training
-    waits some 40 ms for each.
+    waits some 40 ms for each. If no server answers they are asked once more, after `resend()`, a
+    sync: a server that died since the last one comes back with the weights it was started with.
     """
 
     def ask(server):
@@ -208,9 +210,17 @@ def check_sync(
     def ask_all():
         return list(fleet.each(ask).values()) if is_first() else None
 
+    try:
+        answers = together(ask_all)
+    except (ServerError, WeightSyncError) as error:
+        if resend is None:
+            raise
+        warnings.warn(f"the proof of a weight sync is tried again: {error}", stacklevel=2)
+        resend()
+        answers = together(ask_all)
     return max(
         _difference(url, ids, theirs, trainer_log_probs(ids), n_sampled, dtypes)
-        for url, ids, theirs in together(ask_all)
+        for url, ids, theirs in answers
     )
 
 

@@ -509,6 +509,35 @@ def test_the_proof_returns_the_largest_difference():
     assert prove([-1.0, -1.00005, -2.0, -2.0]) == pytest.approx(5e-5, rel=1e-2)
 
 
+class Restarted(Scorer):
+    """The same, killed between the sync and its proof; without the weights until they are sent."""
+
+    weight, resent = -3.0, 0
+
+    def score(self, model_name, ids):
+        if not self.resent:
+            raise ServerError("POST http://scorer/v1/completions: Connection refused")
+        return [self.weight] * (len(ids) - 3) + [-2.0, -2.0]
+
+    def resend(self):
+        self.resent += 1
+        self.weight = -1.0
+
+
+def test_a_proof_survives_a_server_that_dies_before_it():
+    server, ours = Restarted(), [-1.0, -1.0, -2.0, -2.0]
+
+    def prove(resend):
+        options = dict(dtypes=[torch.float32], n_sampled=2, resend=resend)
+        return sync.check_sync(server, "tiny", [1, 2, 3], lambda ids: ours, **options)
+
+    with pytest.raises(ServerError, match="Connection refused"):  # it does not come back
+        prove(lambda: None)
+    with pytest.warns(UserWarning, match="tried again: POST http://scorer"):
+        assert prove(server.resend) == 0.0
+    assert server.resent == 1
+
+
 @pytest.mark.parametrize("value", [-2.3, float("nan")])
 def test_the_proof_stops_a_run_beyond_the_bound_and_shows_both_numbers(value):
     with pytest.raises(
