@@ -213,7 +213,7 @@ CUDA_VISIBLE_DEVICES=$train_gpus setsid "$python" ${launcher[@]+"${launcher[@]}"
   ${options[@]+"${options[@]}"} --vllm_server_base_url "$SERVER_URL" &
 trainer=$!
 
-# ---- wait for the trainer; start servers that die again ---------------------------------------------------
+# ---- wait for the trainer; a server that dies is started again -------------------------------------------
 engine_is_dead() { # port; the API process may outlive the engine: then /health answers 503
   local answer
   answer=$( (exec 3<> "/dev/tcp/127.0.0.1/$1" && printf 'GET /health HTTP/1.0\r\n\r\n' >&3 &&

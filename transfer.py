@@ -264,7 +264,7 @@ class Link:
             try:
                 joined.put(nccl.Communicator(group, 0, size, self.device))
             except Exception as error:
-                joined.put(error)
+                joined.put(WeightSyncError(f"{self.server.url}: {error}"))
 
         # NCCL waits for its peers without a limit. If they do not come the thread stays behind.
         for step in (call, join):
@@ -313,7 +313,10 @@ class Link:
     def broadcast(self, bucket: torch.Tensor) -> None:
         """On a stream of its own, so that servers receive at the same time."""
         self.stream.wait_stream(torch.cuda.current_stream())
-        self.communicator.broadcast(bucket, src=0, stream=self.stream)
+        try:
+            self.communicator.broadcast(bucket, src=0, stream=self.stream)
+        except nccl.NcclError as error:
+            raise WeightSyncError(f"{self.server.url}: {error}; {MIXED}") from error
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()

@@ -101,6 +101,8 @@ def make_model(folder, tiny, layers):
     with torch.device("cuda:1" if torch.cuda.device_count() > 1 else "cpu"):
         model = Qwen3ForCausalLM(config)
     model.to(config.dtype).save_pretrained(folder)
+    del model
+    torch.cuda.empty_cache()  # the trainer's
 
 
 def train(url, folder, args, lengths, groups):
@@ -191,8 +193,9 @@ def show(table):
         waits = {n: line["wait %"] + line["backpressure %"] for n, line in whole.items()}
         best = min(waits, key=waits.get)
         print(
-            f"balanced at prompts of {best} tokens: {waits[best]:.1f}% of the time waited, GPUs at "
-            f"work {whole[best]['server GPU %']:.0f}% and {whole[best]['trainer GPU %']:.0f}%"
+            f"least at prompts of {best} tokens: {waits[best]:.1f}% of the time waited (goal 10), "
+            f"GPUs at work {whole[best]['server GPU %']:.0f}% and "
+            f"{whole[best]['trainer GPU %']:.0f}% (goal 90)"
         )
 
 

@@ -531,7 +531,8 @@ def test_a_proof_survives_a_server_that_dies_before_it():
         options = dict(dtypes=[torch.float32], n_sampled=2, resend=resend)
         return sync.check_sync(server, "tiny", [1, 2, 3], lambda ids: ours, **options)
 
-    with pytest.raises(ServerError, match="Connection refused"):  # it does not come back
+    again = pytest.warns(UserWarning, match="tried again: POST http://scorer")
+    with again, pytest.raises(ServerError, match="Connection refused"):  # it does not come back
         prove(lambda: None)
     with pytest.warns(UserWarning, match="tried again: POST http://scorer"):
         assert prove(server.resend) == 0.0
@@ -567,13 +568,15 @@ class FakeGroup:
 
     def __init__(self):
         self.sent, self.disabled, self.nccl = queue.SimpleQueue(), False, self
-        self.n_aborts = 0
+        self.n_aborts, self.fails = 0, False
 
     def broadcast(self, buffer, src, stream):
         if stream == "worker":
             received = self.sent.get(timeout=5)
             assert len(received) == len(buffer)
             return buffer.copy_(received)
+        if self.fails:
+            raise nccl.NcclError("ncclBroadcast: remote process exited")
         return None if self.disabled else self.sent.put(buffer.clone())
 
     def ncclCommAbort(self, comm):
@@ -715,6 +718,17 @@ def test_no_failed_call_leaves_a_rank_in_a_broadcast(liar, nccl_sender, direct, 
     assert liar.version == "2" and not liar.groups[-1].disabled
     if path != "/init_weight_transfer_engine":
         assert [group.disabled for group in liar.groups] == [True, False]
+
+
+def test_an_nccl_error_is_a_failed_sync_which_is_tried_again(liar, nccl_sender):
+    fleet, sender = nccl_sender(True)
+    sync.sync_weights(fleet, sender, 1)
+    liar.groups[0].fails = True
+    error = f"{liar.url}: ncclBroadcast: remote process exited; until a sync succeeds"
+    with pytest.warns(UserWarning, match=f"weight sync 2 is tried again: {error}"):
+        sync.sync_through_restart(fleet, sender, 2)
+    assert liar.version == "2" and not liar.paused
+    assert [group.disabled for group in liar.groups] == [True, False]
 
 
 class FakeNccl:
