@@ -231,6 +231,8 @@ def draw(setups, path, reward_only=False, columns=None, x="step"):
     columns = min(columns or (3 if len(panels) % 3 == 0 else 2), len(panels))
     rows = -(-len(panels) // columns)
     width, height = (6.6, 2.7) if reward_only else (3.8 * columns, 2.5 * rows + 0.5)
+    across = max(int(width * 11 / (max(map(len, setups)) + 6)), 1)  # names; 11 characters an inch
+    height += 0.21 * (-(-len(setups) // across) - 1)  # for their other lines
     figure, axes = plt.subplots(
         rows, columns, figsize=(width, height), squeeze=False, layout="constrained"
     )
@@ -249,12 +251,11 @@ def draw(setups, path, reward_only=False, columns=None, x="step"):
         figure.suptitle(f"{next(iter(setups))}: {headline}", x=0.012, ha="left", fontsize=10)
     else:
         keys = [plt.Line2D([], [], color=color, linewidth=3) for _, color in zip(setups, COLORS)]
-        fit = int(width * 11 / (max(map(len, setups)) + 6))  # 11 characters an inch
         figure.legend(
             keys,
             setups,
             loc="outside upper left",
-            ncols=max(fit, 1),
+            ncols=across,
             title=headline,
             alignment="left",
             frameon=False,

@@ -4,7 +4,7 @@
     python bench/end_to_end.py                 # two GPUs of one host, 8 minutes
     python bench/end_to_end.py --seeds 0,1,2   # 20 minutes
     python bench/end_to_end.py --sides surrogate/0,centered/0,surrogate/16,centered/16 \
-        --servers 4 --apart                    # what staleness does
+        --servers 4 --apart --gpu 0            # what staleness does; one GPU is enough
     python bench/end_to_end.py --picture docs/against_trl.png   # the curves of those seeds as well
 
 SmolLM2-135M learns sums of two two-digit numbers. The servers for all share GPU 0: two, since an
@@ -21,7 +21,8 @@ A number after a slash is the staleness at which ours trains: the worker holds s
 until so many steps' worth of newer ones are there (0: --max_staleness 0, generation waits for the
 step). Without it samples are as old as they come, at most --max_staleness 4. With --rehearse each
 trainer runs for two steps before anything is measured, so that what it compiles is on disk. With
---apart each trainer has one server, and as many run at a time: their times mean little.
+--apart each trainer has one server, and as many run at a time: their times mean little. With
+--gpu 0 the trainers share the servers' GPU, weights go through shared memory, and TRL stays out.
 
 This file is the task of all three: its reward function notes when it scored what, so that rewards
 and generated tokens are counted in the same way. `seconds` run from the start of the trainer's
@@ -173,7 +174,7 @@ def run(side, url, args, seed, steps):
     folder = Path(args.folder, f"{side.replace('/', '-')}-seed{seed}")
     folder.mkdir(parents=True)
     name, _, staleness = side.partition("/")
-    environment = dict(os.environ, CUDA_VISIBLE_DEVICES="1", HF_HUB_OFFLINE="1")
+    environment = dict(os.environ, CUDA_VISIBLE_DEVICES=args.gpu, HF_HUB_OFFLINE="1")
     environment[SCORES] = str(folder / "scores")
     if name == "trl":
         options = dict(trl=1, url=url.split(",")[0], folder=folder, steps=steps, seeds=seed)
@@ -344,6 +345,7 @@ def main():
     parser.add_argument("--picture", help="PNG to draw the curves to")
     parser.add_argument("--folder", help="for logs and curves; default: a temporary one")
     parser.add_argument("--servers", type=int, default=2, help="on GPU 0")
+    parser.add_argument("--gpu", default="1", choices=["0", "1"], help="of the trainers")
     parser.add_argument("--apart", action="store_true", help="a server for each trainer")
     parser.add_argument("--url", help="of servers that run; default: some are started")
     parser.add_argument("--trl", help=argparse.SUPPRESS)  # this process is TRL's trainer
@@ -356,13 +358,17 @@ def main():
     results = {name: [] for name in args.sides.split(",")}
     if unknown := [s for s in results if s != "trl" and s.split("/")[0] not in OURS]:
         parser.error(f"--sides {','.join(unknown)}: there are trl, {', '.join(OURS)}")
+    nccl = args.gpu != "0"  # it refuses two processes on one GPU
+    if "trl" in results and not nccl:
+        parser.error("--gpu 0: TRL sends weights by NCCL only; leave trl out of --sides")
     log = str(Path(args.folder, "server.log"))
     Path(args.folder).mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         # memory that is given, or they could not start side by side; and the cap on rollouts in
         # flight, which begins at what fits the cache at full length, begins at all of them
         more = ["--kv-cache-memory-bytes", "8000000000", "--max-model-len", "1024"]
-        server = serve(args.model, args.model, log, WORKER_EXTENSION, *more, n=args.servers)
+        served = (args.model, args.model, log, WORKER_EXTENSION, *more)
+        server = serve(*served, n=args.servers, nccl=nccl)
         url = args.url or stack.enter_context(server)
         if args.rehearse:
             for name in results:

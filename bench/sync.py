@@ -150,9 +150,9 @@ def free_port():
 
 
 @contextlib.contextmanager
-def serve(folder, name, log, extension, *options, tiny=False, n=1):
+def serve(folder, name, log, extension, *options, tiny=False, n=1, nccl=True):
     """n vLLM servers on GPU 0 (or the CPU, if tiny) while the block runs; -> their urls, joined by
-    commas."""
+    commas. They take weights by NCCL, or without it through shared memory."""
     environment = dict(
         os.environ,
         PYTHONPATH=f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
@@ -172,7 +172,8 @@ def serve(folder, name, log, extension, *options, tiny=False, n=1):
     else:
         flags += "--dtype bfloat16 --max-model-len 4096 --api-server-count 8".split()
         flags += ["--gpu-memory-utilization", "0.5"]
-        flags += ["--weight-transfer-config", '{"backend":"nccl"}']
+        if nccl:
+            flags += ["--weight-transfer-config", '{"backend":"nccl"}']
         command = ["-m", "vllm.entrypoints.cli.main", "serve", folder]
     processes, servers = [], []
 
