@@ -1,6 +1,6 @@
 """How the bytes of a sync travel: the trainer's end and the server's end of each way.
 
-    FileSender         CPU, or one GPU for both: a file in shared memory, loaded by each worker
+    FileSender         CPU, or one GPU for both: a file in shared memory, read by each worker
     NcclSender         several GPUs: buckets of weights, broadcast to the server's workers
     WorkerExtension    the server's end; start it with --worker-extension-cls sync.WorkerExtension
     Copies             which bytes of a bucket belong where in the serving model
@@ -9,7 +9,7 @@ A server without our WorkerExtension takes weights over NCCL all the same, by vL
 which takes longer: it walks all modules before and after, and calls every tensor's loader twice,
 in Python (0.2 s for the 310 tensors of a tiny model with 28 layers, on a busy core). Ours does so
 at the first sync only, records where each tensor was copied to, and from then on copies a bucket in
-one kernel. See Copies for when that is right.
+one kernel, wherever it came from. See Copies for when that is right; on a CPU it never is.
 
 vLLM's private parts are touched here only.
 Test: pytest tests/test_sync.py, python bench/sync.py on two GPUs
@@ -35,6 +35,7 @@ from server import HEALTH_S, LAST_CALL_S, WORKER_EXTENSION, Fleet, ServerError, 
 from weights import ALIGNMENT, Entry, Weights, by_dtype, cut, view_tensor
 
 logger = logging.getLogger("vllm.espalier")  # vllm's handlers print the server's end's lines
+FILE_BUCKET_BYTES = 1 << 26  # of a file that are brought to the server's GPU at a time
 MIXED = "until a sync succeeds the server may hold a mix of old and new weights"
 
 
@@ -341,21 +342,25 @@ class WorkerExtension:
     """
 
     def espalier_load_weights(self, path: str, manifest: list, complete: bool) -> None:
-        """All weights from a file."""
-        (layout,) = cut(read_manifest(manifest), sys.maxsize)
+        """All weights from a file, on a GPU by buckets that are cut like those of NCCL."""
         file = map_file(path)
-        tensors = (
-            (entry.name, view_tensor(file, entry, offset))
-            for entry, offset in zip(layout.entries, layout.offsets, strict=True)
-        )
-        missing = load_layerwise(self.vllm_config, self.model_runner.get_model(), tensors)
-        if complete and missing:
-            raise ValueError(f"no weights came for {', '.join(missing[:5])}")
+        if on_cpu():  # it keeps weights repacked; the file is the buffer
+            buckets = cut(read_manifest(manifest), sys.maxsize)
+            self._espalier_loader(tensors_of(buckets[0], file), complete)
+            return
+        position = 0
+
+        def receive(buffer):
+            nonlocal position
+            buffer.copy_(file[position : position + len(buffer)])
+            position += -(-len(buffer) // ALIGNMENT) * ALIGNMENT
+
+        self._espalier_load(manifest, FILE_BUCKET_BYTES, complete, receive, torch.cuda.synchronize)
 
     def espalier_receive_weights(
         self, manifest: list, limit: int, complete: bool, wait_s: float
     ) -> None:
-        """All weights over NCCL: at first by vLLM's loader, then by the copies it made."""
+        """All weights over NCCL."""
         group = self.weight_transfer_engine.model_update_group
         if group is None or group.disabled:
             raise RuntimeError("no NCCL group is open with the trainer")
@@ -374,35 +379,43 @@ class WorkerExtension:
                     raise RuntimeError(f"the trainer's weights did not come within {wait_s:g} s")
                 time.sleep(0.0005)
 
+        self._espalier_load(manifest, limit, complete, receive, wait_for_receipt)
+
+    def _espalier_load(self, manifest, limit, complete, receive, wait):
+        """Buckets, at first by vLLM's loader, then by the copies it made. receive(buffer) has the
+        next bucket written into a buffer, wait() waits until that has happened."""
         copies = vars(self).get("espalier_copies")
         if copies is not None and copies.matches(manifest, limit):
             for buffer, groups in copies.steps:
                 receive(buffer)
                 for targets, sources in groups:
                     torch._foreach_copy_(targets, sources)
-            wait_for_receipt()
+            wait()
             return
         self.espalier_copies = None
-        model = self.model_runner.get_model()
         buckets = cut(read_manifest(manifest), limit)
+        model = self.model_runner.get_model()
         copies = Copies.record(model, buckets, self.vllm_config, (manifest, limit))
 
         def tensors():
             for number, bucket in enumerate(buckets):
                 buffer = torch.empty(bucket.n_bytes, dtype=torch.uint8, device=self.device)
                 receive(buffer)
-                wait_for_receipt()
+                wait()
                 if copies:
                     copies.sample(number, buffer)
-                for entry, offset in zip(bucket.entries, bucket.offsets, strict=True):
-                    yield entry.name, view_tensor(buffer, entry, offset)
+                yield from tensors_of(bucket, buffer)
 
-        missing = load_layerwise(self.vllm_config, model, tensors())
-        if complete and missing:
-            raise ValueError(f"no weights came for {', '.join(missing[:5])}")
+        self._espalier_loader(tensors(), complete)
         if copies and copies.agree():
             copies.allocate(self.device)
             self.espalier_copies = copies
+
+    def _espalier_loader(self, tensors, complete):
+        """vLLM's own way."""
+        missing = load_layerwise(self.vllm_config, self.model_runner.get_model(), tensors)
+        if complete and missing:
+            raise ValueError(f"no weights came for {', '.join(missing[:5])}")
 
     def espalier_restore(self) -> None:
         """After a vLLM update that failed: without this the next request kills the engine."""
@@ -485,6 +498,12 @@ class Copies:
             self.steps.append((part, by_dtype(self._pairs(number, part))))
 
 
+def tensors_of(bucket, buffer):
+    """(name, tensor) of each entry, as views."""
+    for entry, offset in zip(bucket.entries, bucket.offsets, strict=True):
+        yield entry.name, view_tensor(buffer, entry, offset)
+
+
 def grid(tensor: torch.Tensor) -> torch.Tensor:
     """About 17 entries along each dimension."""
     return tensor[tuple(slice(None, None, max(1, n // 16)) for n in tensor.shape)]
@@ -532,12 +551,10 @@ def load_layerwise(vllm_config, model, tensors) -> list[str]:
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader import reload
-    from vllm.platforms import current_platform
 
-    on_cpu = current_platform.is_cpu()
     # Two things that the CPU build keeps packed are not packed again by a reload (vLLM 0.32; remove
     # when they are): experts, unless their kernel is made anew, and a head that is tied.
-    methods = [getattr(module, "quant_method", None) for module in model.modules() if on_cpu]
+    methods = [getattr(module, "quant_method", None) for module in model.modules() if on_cpu()]
     kernels = [(method, method.moe_kernel) for method in methods if hasattr(method, "moe_kernel")]
     with loading(vllm_config):
         reload.initialize_layerwise_reload(model)
@@ -552,11 +569,18 @@ def load_layerwise(vllm_config, model, tensors) -> list[str]:
         finally:
             for method, kernel in kernels:
                 method.moe_kernel = method.moe_kernel or kernel  # of a layer that was not loaded
-        if on_cpu and vllm_config.model_config.hf_text_config.tie_word_embeddings:
+        if on_cpu() and vllm_config.model_config.hf_text_config.tie_word_embeddings:
             for module in model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
     return sorted({name for name, _ in model.named_parameters()} - (loaded or set()))
+
+
+def on_cpu() -> bool:
+    """In the worker: is it vLLM's CPU build?"""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
 
 
 def restore_layers(model) -> None:

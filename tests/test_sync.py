@@ -870,32 +870,66 @@ class Sent(nn.Module):
         self.v = nn.Parameter(torch.randn(5, 6, generator=generator))
 
 
-@pytest.mark.parametrize("way", ["copies", "computes", "re-laid"])
-def test_recorded_copies_load_what_the_loader_loads(liar, nccl_sender, monkeypatch, way):
-    n_loads = []
+@pytest.fixture
+def n_loads(monkeypatch):
+    """A list that grows with each load by the serving model's own loader."""
+    loads = []
 
     def load(vllm_config, model, tensors):
-        n_loads.append(0)
+        loads.append(0)
         return sorted(dict(model.named_parameters()).keys() - model.load_weights(tensors))
 
     monkeypatch.setattr(transfer, "load_layerwise", load)
     monkeypatch.setattr(transfer, "loading", lambda vllm_config: torch.no_grad())
+    return loads
+
+
+def change(sent):
+    with torch.no_grad():
+        for parameter in sent.parameters():
+            parameter.mul_(-1.5)
+
+
+def check_served(served, sent, way):
+    """Is it what the loader makes of the weights that were sent?"""
+    expected = Served(way)
+    expected.load_weights((name, p.detach()) for name, p in sent)
+    for name, parameter in served.named_parameters():
+        assert torch.equal(parameter, expected.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("way", ["copies", "computes", "re-laid"])
+def test_recorded_copies_load_what_the_loader_loads(liar, nccl_sender, n_loads, way):
     served, sent = Served(way), Sent(seed=0)
     fleet, sender = nccl_sender(True, sent)
     worker = None
     for version in (1, 2, 3):
-        with torch.no_grad():
-            for parameter in sent.parameters():
-                parameter.mul_(-1.5)
+        change(sent)
         sync.sync_weights(fleet, sender, version)
         worker = worker or Worker(liar.groups[0], served)
         worker.espalier_receive_weights(**liar.requests[-1])
         assert liar.groups[0].sent.empty()  # both ends cut alike
-        expected = Served(way)
-        expected.load_weights((name, p.detach()) for name, p in sender.weights)
-        for name, parameter in served.named_parameters():
-            assert torch.equal(parameter, expected.get_parameter(name)), (version, name)
+        check_served(served, sender.weights, way)
     # Only where loading is nothing but copies is it done by them from the second time on.
+    assert len(n_loads) == (1 if way == "copies" else 3)
+
+
+@pytest.mark.parametrize("way", ["copies", "computes", "re-laid"])
+def test_copies_load_from_a_file_what_the_loader_loads(monkeypatch, n_loads, way):
+    monkeypatch.setattr(transfer, "on_cpu", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(transfer, "FILE_BUCKET_BYTES", 130)  # two buckets, the first of 188 bytes
+    served, sent = Served(way), Sent(seed=0)
+    sender = transfer.FileSender(None, sync.Weights(sent, torch.bfloat16))
+    worker = Worker(None, served)
+    lines = transfer.manifest(sender.weights.metadata())
+    assert len(weights.cut(sender.weights.metadata(), 130)) == 2
+    for version in (1, 2, 3):
+        change(sent)
+        sender.stage(version)
+        worker.espalier_load_weights(sender.path, lines, complete=False)
+        sender.release()
+        check_served(served, sender.weights, way)
     assert len(n_loads) == (1 if way == "copies" else 3)
 
 
