@@ -202,9 +202,9 @@ def show(table):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--lengths", default="64,256,512,1024", help="of prompts")
+    parser.add_argument("--lengths", default="64,128,256,384,512,768,1024", help="of prompts")
     parser.add_argument("--layers", type=int, default=72, help="of the model")
-    parser.add_argument("--steps", type=int, default=12, help="with each length, about")
+    parser.add_argument("--steps", type=int, default=8, help="with each length, about")
     parser.add_argument("--completion", type=int, default=256, help="tokens")
     parser.add_argument("--num_generations", type=int, default=8)
     parser.add_argument("--token_budget", type=int, default=32768, help="of a row")
