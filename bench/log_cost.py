@@ -94,7 +94,7 @@ def main(step_s):
             with clock("records"):
                 log.extend(from_worker + planner.batch_metrics(plan, BUDGET))
                 placed = [sample for row in plan.rows for sample in row.samples]
-                log.extend(feed.sample_records(placed, [1] * len(placed)))
+                log.extend(feed.sample_records(placed, 1))
                 log.extend((name, 0.5, 1.0) for name in log.declared)  # the loss's and the clock's
             with clock("flush"):
                 log.flush(step)

@@ -300,7 +300,7 @@ def run(args):
     with torch.no_grad(), ours.policy.computing():
         ours_log_probs = ours.policy(row, ours.tree(row), 1.0)[0][:, 0]
     attempt("kernels", lambda: kernels(ours, args), args)
-    optimizer, _ = update.make_optimizer(ours.policy, SURROGATE)
+    optimizer = update.make_optimizer(ours.policy, SURROGATE)
     ours.measure(stepped, first, "none", optimizer=optimizer)
     ours.measure(stepped, first, "full", optimizer=optimizer)
     ours.measure("nine, clip, AdamW", first, "none", CENTERED, optimizer=optimizer)
@@ -323,7 +323,7 @@ def run(args):
         )
 
     lines.append(attempt("agreement", agreement, args))
-    optimizer, _ = update.make_optimizer(reference.policy, SURROGATE)
+    optimizer = update.make_optimizer(reference.policy, SURROGATE)
     reference.measure(stepped, first, "full", optimizer=optimizer)
     optimizer.state.clear()  # its memory
     reference.measure("one log-prob", first, "none")  # late: what runs out of memory stays broken
