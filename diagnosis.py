@@ -14,7 +14,12 @@ from collections import defaultdict
 
 from metrics import NAN
 
-LIMITS = ("max_staleness", "max_concurrent_rollouts", "num_generations")  # options of the run
+LIMITS = (  # options of the run
+    "max_staleness",
+    "max_concurrent_rollouts",
+    "num_generations",
+    "weight_sync_steps",
+)
 
 # Rules of thumb, as fractions: of a step, of groups, of the reward's range, of the KV cache.
 HIGH_WAIT = 0.2  # waiting less than this gains little when it is removed
@@ -33,6 +38,7 @@ def diagnose(
     max_staleness=None,
     max_concurrent_rollouts=None,
     num_generations=None,
+    weight_sync_steps=None,
 ):
     """What holds the run back, in sentences. `now` is a window or a merge of some, `before` the
     same from earlier in the run (see `compare`); without it nothing is called climbing or falling.
@@ -40,7 +46,7 @@ def diagnose(
     Every comparison with a missing figure (NaN) is False, so the rule does not fire."""
     now, before = (defaultdict(lambda: NAN, window) for window in (now, before or {}))
     lines = [
-        bottleneck(now, max_staleness, max_concurrent_rollouts),
+        bottleneck(now, max_staleness, max_concurrent_rollouts, weight_sync_steps),
         saturation(now, before, *seen_range(now, before)),
         duplicates(now, before, num_generations),
         mismatch(now),
@@ -48,8 +54,9 @@ def diagnose(
     return [line for line in lines if line]
 
 
-def bottleneck(now, max_staleness, max_concurrent):
-    """The two waits are mirror images; both are read against the length of a step."""
+def bottleneck(now, max_staleness, max_concurrent, sync_steps):
+    """The two waits are mirror images; both are read against the length of a step. Where neither
+    is long, the sync may be, for which both sides wait."""
     step_s, wait_s = now["perf/step_s"], now["perf/rollout_wait_s"]
     held_s = now["rollout/backpressure_s"]
     if not step_s > 0:
@@ -70,6 +77,13 @@ def bottleneck(now, max_staleness, max_concurrent):
             f"holds {steps:.1f} steps, staleness is {now['sample/staleness_mean']:.1f}"
             f"{f' of at most {max_staleness}' if max_staleness else ''}. Expected when "
             "inference is faster; for more speed move GPUs from vLLM to training."
+        )
+    sync_s = now["perf/weight_sync_s"]
+    if sync_s > HIGH_WAIT * step_s * (sync_steps or 1):
+        return (
+            f"sync-bound: a weight sync takes {sync_s:.1f} s, a step {step_s:.1f} s. Raise "
+            f"weight_sync_steps{now_is(sync_steps)} or what a step trains (token_budget, "
+            "gradient_accumulation_steps), or give vLLM a GPU of its own."
         )
     return f"balanced: {waited}, generation was not held back."
 

@@ -91,11 +91,18 @@ SERVER = {
             WAITS | SERVER | {"rollout/score_queue_size": 5},
             "vLLM makes 3,200 tokens/s",
         ),
+        (STEP | {"perf/weight_sync_s": 3.9}, "balanced: "),  # every second step: 0.195 of it
+        (
+            STEP | {"perf/weight_sync_s": 4.1},
+            "sync-bound: a weight sync takes 4.1 s, a step 10.0 s. Raise weight_sync_steps (now 2)",
+        ),
+        (WAITS | SERVER | {"perf/weight_sync_s": 4.1}, "generation-bound: "),
         ({}, None),
     ],
 )
 def test_bottleneck_rows(window, said):
-    lines = diagnose(window, max_staleness=4, max_concurrent_rollouts=128)
+    limits = {"max_staleness": 4, "max_concurrent_rollouts": 128, "weight_sync_steps": 2}
+    lines = diagnose(window, **limits)
     assert said in lines[0] if said else lines == []
     assert len(lines) <= 1 and all(line.count(". ") <= 2 for line in lines)
 
