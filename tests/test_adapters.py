@@ -352,6 +352,11 @@ def test_a_rollout_ends_under_its_own_adapter_or_is_stopped_and_no_name_is_gone(
             router.pin()
             return await router.sample(prompt, version)
 
+        async def talk():  # turn after turn, so that it is sampling however long a push takes
+            router.pin()
+            while True:
+                await router.sample(prompt, version)
+
         living = asyncio.create_task(rollout())
         await asyncio.sleep(0.2)  # it is sampling
         await push()
@@ -359,7 +364,7 @@ def test_a_rollout_ends_under_its_own_adapter_or_is_stopped_and_no_name_is_gone(
         later = asyncio.create_task(rollout())
         turns = [await living, await later]
         await push()
-        dying = asyncio.create_task(rollout())
+        dying = asyncio.create_task(talk())
         await asyncio.sleep(0.2)
         await push()  # version 3: it may go on
         router.stop_stale()
