@@ -194,6 +194,9 @@ if [ -z "$SERVER_URL" ]; then
     export OMP_WAIT_POLICY=PASSIVE # server and trainer share the cores: who waits must not spin
     export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
     export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-0-$(($(nproc) - 1))}
+    # The model in the engine's process: two of them would wait for each other by spinning, which
+    # takes a core from the trainer (vLLM has this variable for debugging).
+    export VLLM_ENABLE_V1_MULTIPROCESSING=0
     command=(-m vllm.entrypoints.openai.api_server --model "$MODEL_PATH" "${flags[@]}")
     add_server ""
   fi

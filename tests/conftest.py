@@ -120,6 +120,7 @@ def start_server(folder, name, log, *options):
         VLLM_SERVER_DEV_MODE="1",
         VLLM_CPU_KVCACHE_SPACE="1",  # GiB
         VLLM_CPU_OMP_THREADS_BIND=str(core),  # one thread: waiting for a second costs more
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # as run.sh does
         VLLM_NO_USAGE_STATS="1",
         HF_HUB_OFFLINE="1",
     )
