@@ -333,7 +333,7 @@ def train(config, task):
     hub.push_final(final)
     if first:
         say_result(run, compiled)
-    dist.destroy_process_group()
+    leave_distributed()
 
 
 # --------------------------------------------------------------------------------- train()'s parts
@@ -360,6 +360,15 @@ def start_distributed(config):
         timeout=timedelta(seconds=config.ddp_timeout + config.vllm_server_timeout),
     )
     return device
+
+
+def leave_distributed():
+    """Leave the process group, before a rank's process ends."""
+    dist.destroy_process_group()
+    # Gloo's threads live on, as DTensor's caches hold the group, and need the interpreter to drop
+    # the last collective's tensors. One that waits for it while it ends aborts the process (torch
+    # 2.13), so let them have it now.
+    time.sleep(0.1)
 
 
 def sharded_policy(config, loaded, device, longest, compiled):

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nccl
 from server import HEALTH_S, LAST_CALL_S, WORKER_EXTENSION, Fleet, ServerError, VllmServer
-from weights import ALIGNMENT, Entry, Weights, by_dtype, cut, view_tensor
+from weights import ALIGNMENT, Entry, Weights, aligned, by_dtype, cut, view_tensor
 
 logger = logging.getLogger("vllm.espalier")  # vllm's handlers print the server's end's lines
 FILE_BUCKET_BYTES = 1 << 26  # of a file that are brought to the server's GPU at a time
@@ -345,17 +345,18 @@ class WorkerExtension:
         """All weights from a file, on a GPU by buckets that are cut like those of NCCL."""
         file = map_file(path)
         if on_cpu():  # it keeps weights repacked; the file is the buffer
-            buckets = cut(read_manifest(manifest), sys.maxsize)
-            self._espalier_loader(tensors_of(buckets[0], file), complete)
+            (layout,) = cut(read_manifest(manifest), sys.maxsize)
+            self._espalier_load_tensors(tensors_of(layout, file), complete)
             return
         position = 0
 
         def receive(buffer):
             nonlocal position
             buffer.copy_(file[position : position + len(buffer)])
-            position += -(-len(buffer) // ALIGNMENT) * ALIGNMENT
+            position += aligned(len(buffer))
 
-        self._espalier_load(manifest, FILE_BUCKET_BYTES, complete, receive, torch.cuda.synchronize)
+        limit, wait = FILE_BUCKET_BYTES, torch.cuda.synchronize
+        self._espalier_load_buckets(manifest, limit, complete, receive, wait)
 
     def espalier_receive_weights(
         self, manifest: list, limit: int, complete: bool, wait_s: float
@@ -379,9 +380,9 @@ class WorkerExtension:
                     raise RuntimeError(f"the trainer's weights did not come within {wait_s:g} s")
                 time.sleep(0.0005)
 
-        self._espalier_load(manifest, limit, complete, receive, wait_for_receipt)
+        self._espalier_load_buckets(manifest, limit, complete, receive, wait_for_receipt)
 
-    def _espalier_load(self, manifest, limit, complete, receive, wait):
+    def _espalier_load_buckets(self, manifest, limit, complete, receive, wait):
         """Buckets, at first by vLLM's loader, then by the copies it made. receive(buffer) has the
         next bucket written into a buffer, wait() waits until that has happened."""
         copies = vars(self).get("espalier_copies")
@@ -406,12 +407,12 @@ class WorkerExtension:
                     copies.sample(number, buffer)
                 yield from tensors_of(bucket, buffer)
 
-        self._espalier_loader(tensors(), complete)
+        self._espalier_load_tensors(tensors(), complete)
         if copies and copies.agree():
             copies.allocate(self.device)
             self.espalier_copies = copies
 
-    def _espalier_loader(self, tensors, complete):
+    def _espalier_load_tensors(self, tensors, complete):
         """vLLM's own way."""
         missing = load_layerwise(self.vllm_config, self.model_runner.get_model(), tensors)
         if complete and missing:
@@ -554,7 +555,8 @@ def load_layerwise(vllm_config, model, tensors) -> list[str]:
 
     # Two things that the CPU build keeps packed are not packed again by a reload (vLLM 0.32; remove
     # when they are): experts, unless their kernel is made anew, and a head that is tied.
-    methods = [getattr(module, "quant_method", None) for module in model.modules() if on_cpu()]
+    packs = on_cpu()
+    methods = [getattr(module, "quant_method", None) for module in model.modules() if packs]
     kernels = [(method, method.moe_kernel) for method in methods if hasattr(method, "moe_kernel")]
     with loading(vllm_config):
         reload.initialize_layerwise_reload(model)
@@ -569,7 +571,7 @@ def load_layerwise(vllm_config, model, tensors) -> list[str]:
         finally:
             for method, kernel in kernels:
                 method.moe_kernel = method.moe_kernel or kernel  # of a layer that was not loaded
-        if on_cpu() and vllm_config.model_config.hf_text_config.tie_word_embeddings:
+        if packs and vllm_config.model_config.hf_text_config.tie_word_embeddings:
             for module in model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)

@@ -45,6 +45,11 @@ class Bucket(NamedTuple):
     n_bytes: int
 
 
+def aligned(n_bytes: int, alignment: int = ALIGNMENT) -> int:
+    """Rounded up."""
+    return -(-n_bytes // alignment) * alignment
+
+
 def cut(entries: Sequence[Entry], limit: int, alignment: int = ALIGNMENT) -> list[Bucket]:
     """Entries into buckets, each closed by the entry that takes it beyond `limit` bytes.
 
@@ -55,7 +60,7 @@ def cut(entries: Sequence[Entry], limit: int, alignment: int = ALIGNMENT) -> lis
         if n_bytes > limit:
             buckets.append(([], []))
             n_bytes = 0
-        offset = -(-n_bytes // alignment) * alignment
+        offset = aligned(n_bytes, alignment)
         buckets[-1][0].append(entry)
         buckets[-1][1].append(offset)
         n_bytes = offset + entry.n_bytes
@@ -246,7 +251,7 @@ def gather(wanted: Sequence[tuple[torch.Tensor, torch.dtype]]) -> list[torch.Ten
         for i in sharded
     ]
     (layout,) = cut(chunks, sys.maxsize)
-    n_bytes = -(-layout.n_bytes // ALIGNMENT) * ALIGNMENT
+    n_bytes = aligned(layout.n_bytes)
     mine = torch.zeros(n_bytes, dtype=torch.uint8, device=found[sharded[0]].device)
     shards = [
         (view_tensor(mine, chunk, offset)[: len(found[i])], found[i])

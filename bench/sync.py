@@ -166,6 +166,7 @@ def serve(folder, name, log, extension, *options, tiny=False, n=1, nccl=True):
         --disable-uvicorn-access-log --worker-extension-cls {extension}""".split()
     if tiny:
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # as run.sh does
         flags += "--dtype float32 --max-model-len 512 --max-num-batched-tokens 2048".split()
         flags += ["--no-enable-chunked-prefill", "--enforce-eager"]
         command = ["-m", "vllm.entrypoints.openai.api_server", "--model", folder]

@@ -1185,7 +1185,7 @@ def run_rank(rank, world_size, folder, url):
     if rank == 0:
         assert [bucket.tolist() for bucket in SlowLink.sent] == expected
     (folder / f"rank_{rank}").write_text(json.dumps(seen))
-    dist.destroy_process_group()
+    grpo.leave_distributed()
 
 
 def test_two_ranks_gather_in_one_order_and_share_rank_0s_errors(liar, tmp_path):
